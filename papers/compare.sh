@@ -12,13 +12,13 @@
 # it. What has its result in OUT is not repeated, so give another OUT for other photos or flags. An
 # interrupted training goes on, and a row that fails does not stop the others.
 
-trap "exit 130" INT
 REPO=$(dirname "$0")/..
+OUT=${OUT:-runs/compare}
+. "$REPO/papers/functions.sh"
+ONLY="" ROWS=""
 SEEDS=${SEEDS:-0}
 SEEN=${SEEN:-100096}
-OUT=${OUT:-runs/compare}
 IMAGENET=${IMAGENET:-imagenet}
-ONLY="" STARTED="" FAILED="" ROWS=""
 
 PHOTOS=$1
 SETS=()
@@ -35,22 +35,6 @@ for path in "$PHOTOS" "${SETS[@]}"; do
 done
 same=$(for set in "${SETS[@]}"; do basename "$set"; done | sort | uniq -d)
 [ -z "$same" ] || { echo "error: the table cannot tell folders of one name apart: $same" >&2; exit 2; }
-
-once() {  # FOLDER COMMAND...: runs it with --output OUT/FOLDER, unless its result is there
-    [[ -z $ONLY || " $ONLY " == *" ${1%%/*} "* ]] || return 0
-    STARTED+=" ${1%%/*} "
-    local folder=$OUT/$1 line before
-    line=$(printf '%q ' "${@:2}" --output "$folder")
-    before=$(cat "$folder.command" 2> /dev/null)
-    # A training writes result.json at each validation, and backbone.pth at its end.
-    if [ -f "$folder/result.json" ] && { [ ! -f "$folder/args.json" ] || [ -f "$folder/backbone.pth" ]; }; then
-        [ "$line" = "$before" ] && echo "# $folder has its result" || echo "# $folder has the result of another command: $before"
-        return
-    fi
-    mkdir -p "$(dirname "$folder")"
-    echo "$line" | tee "$folder.command"
-    "${@:2}" --output "$folder" || { echo "# FAILED: $folder" >&2; FAILED+=" $folder"; }
-}
 
 train() {  # NAME SCRIPT PHOTOS FLAGS...: the photos that it sees, in batches of 64
     once "seed-$seed/$1" python "$REPO/$2" --data "$PHOTOS" --recipe small --image-size 64 --iters $(($3 / 64)) --seed "$seed" "${FLAGS[@]}" "${@:4}"
@@ -138,4 +122,4 @@ for row in dict.fromkeys(rows.split()):
         cells.append(f"{statistics.mean(scores):.1f}{deviation}" if scores else "")
     print(f"| {' | '.join(cells)} |")
 END
-[ -z "$FAILED" ] || { echo "# FAILED:$FAILED" >&2; exit 1; }
+report

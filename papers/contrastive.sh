@@ -14,55 +14,7 @@
 # augmentation of its own. Figs. 1, 2, 3 are illustrations.
 
 cd "$(dirname "$0")/.." || exit
-trap "exit 130" INT
-RUN=${RUN:-torchrun --nproc_per_node=8}  # on one GPU: RUN=python
-DATA=${DATA:-datasets}                   # the folder of all data sets
-OUT=${OUT:-runs/papers}                  # the folder of all runs
-ONLY="$*" STARTED="" FAILED=""
-
-once() {  # FOLDER COMMAND...: runs it with --output OUT/FOLDER, unless its result is there
-    [[ -z $ONLY || " $ONLY " == *" ${1%%/*} "* ]] || return 0
-    STARTED+=" ${1%%/*} "
-    local folder=$OUT/$1 line before
-    line=$(printf '%q ' "${@:2}" --output "$folder")
-    before=$(cat "$folder.command" 2> /dev/null)
-    # A training writes result.json at each validation, and backbone.pth at its end.
-    if [ -f "$folder/result.json" ] && { [ ! -f "$folder/args.json" ] || [ -f "$folder/backbone.pth" ]; }; then
-        [ "$line" = "$before" ] && echo "# $folder has its result" || echo "# $folder has the result of another command: $before"
-        return
-    fi
-    mkdir -p "$(dirname "$folder")"
-    echo "$line" | tee "$folder.command"
-    "${@:2}" --output "$folder" || { echo "# FAILED: $folder" >&2; FAILED+=" $folder"; }
-}
-
-best() {  # NAME: best.pth is the kept model that is best on VOC07's validation split  [ours: the official code takes its test split]
-    once "$1/voc07-val" python eval_linear.py --weights "$OUT/$1"/model_*.pth --data voc07 --root "$DATA/VOCdevkit" --train-split train --val-split val
-    local result=$OUT/$1/voc07-val/result.json
-    [ -f "$result" ] && [ ! -f "$OUT/$1/best.pth" ] || return
-    ln "$(python -c 'import json, sys
-scores = json.load(open(sys.argv[1]))["backbones"]
-print(max(scores, key=lambda path: scores[path]["mean"]["mAP"]))' "$result")" "$OUT/$1/best.pth"
-}
-
-weights() {  # NAME: a run's backbone, or the best of the models that it kept; or the weights of others
-    local kept=("$OUT/$1"/model_*.pth)
-    case $1 in
-        random | imagenet) echo "$1" ;;
-        moco-v1-in) echo "$DATA/weights/moco_v1_200ep_pretrain.pth.tar" ;;
-        moco-v2-in) echo "$DATA/weights/moco_v2_200ep_pretrain.pth.tar" ;;
-        *) [ -e "${kept[0]}" ] && echo "$OUT/$1/best.pth" || echo "$OUT/$1/backbone.pth" ;;
-    esac
-}
-
-in1k-mct() { once "$1/in1k-mct" python eval_linear.py --weights "$(weights "$1")" --data folder --root "$DATA/imagenet" --protocol sgd-mct "${@:2}"; }
-in1k() { once "$1/in1k" $RUN eval_linear.py --weights "$(weights "$1")" --data folder --root "$DATA/imagenet" --protocol sgd-virtex "${@:2}"; }
-in1k-icmlm() { once "$1/in1k-icmlm" python eval_linear.py --weights "$(weights "$1")" --data folder --root "$DATA/imagenet" --protocol logreg-icmlm --runs 5 "${@:2}"; }
-voc() { once "$1/voc" $RUN -m downstream.detection --weights "$(weights "$1")" --data voc --root "$DATA/VOCdevkit" --model c4 "${@:2}"; }
-coco() { once "$1/coco" $RUN -m downstream.detection --weights "$(weights "$1")" --data coco --root "$DATA/coco" "${@:2}"; }
-retrieval() { once "$1/retrieval" python -m downstream.retrieval --weights "$(weights "$1")" --data coco --root "$DATA/coco" "${@:2}"; }
-stock-tags() { once "$1/stock-tags" python -m downstream.tagging --weights "$(weights "$1")" --data "$DATA/stock.jsonl" "${@:2}"; }
-stock-retrieval() { once "$1/stock-retrieval" python -m downstream.retrieval --weights "$(weights "$1")" --recipe paper --data "$DATA/stock.jsonl" --test-images 10000 "${@:2}"; }
+. papers/functions.sh  # once, best, report and the measures
 
 # ----- Contrastive Tab. 1: Linear classification | IN-1K top-1
 # Not of this protocol: VirTex (52.8 in the first version of its paper, 53.8 now), ICMLM (from its paper), probably IN-Sup on IN-1K
@@ -178,5 +130,4 @@ in1k-mct ours-tag       # all five losses | 55.3
 once ours-nouns $RUN mmcontrastive.py --data coco --root "$DATA/coco" --backtranslations "$OUT/backtranslations.jsonl" --tags nouns-spacy
 in1k-mct ours-nouns     # ... nouns as tags | 54.5
 
-for name in $ONLY; do [[ $STARTED == *" $name "* ]] || echo "# no row has a run $name" >&2; done
-[ -z "$FAILED" ] || { echo "# FAILED:$FAILED" >&2; exit 1; }
+report

@@ -15,43 +15,7 @@
 # "Masked words" and l_tp are in the run's own result.json (masked_words, validation). Fig. 2 is an illustration.
 
 cd "$(dirname "$0")/.." || exit
-trap "exit 130" INT
-RUN=${RUN:-torchrun --nproc_per_node=8}  # on one GPU: RUN=python
-DATA=${DATA:-datasets}                   # the folder of all data sets
-OUT=${OUT:-runs/papers}                  # the folder of all runs
-ONLY="$*" STARTED="" FAILED=""
-
-once() {  # FOLDER COMMAND...: runs it with --output OUT/FOLDER, unless its result is there
-    [[ -z $ONLY || " $ONLY " == *" ${1%%/*} "* ]] || return 0
-    STARTED+=" ${1%%/*} "
-    local folder=$OUT/$1 line before
-    line=$(printf '%q ' "${@:2}" --output "$folder")
-    before=$(cat "$folder.command" 2> /dev/null)
-    # A training writes result.json at each validation, and backbone.pth at its end.
-    if [ -f "$folder/result.json" ] && { [ ! -f "$folder/args.json" ] || [ -f "$folder/backbone.pth" ]; }; then
-        [ "$line" = "$before" ] && echo "# $folder has its result" || echo "# $folder has the result of another command: $before"
-        return
-    fi
-    mkdir -p "$(dirname "$folder")"
-    echo "$line" | tee "$folder.command"
-    "${@:2}" --output "$folder" || { echo "# FAILED: $folder" >&2; FAILED+=" $folder"; }
-}
-
-weights() {  # NAME: a run's backbone, or "imagenet"
-    [ "$1" = imagenet ] && echo "$1" || echo "$OUT/$1/backbone.pth"
-}
-
-voc07-icmlm() { once "$1/voc07-icmlm" python eval_linear.py --weights "$(weights "$1")" --data voc07 --root "$DATA/VOCdevkit" --protocol svm-icmlm --runs 5 "${@:2}"; }
-in1k-icmlm() { once "$1/in1k-icmlm" python eval_linear.py --weights "$(weights "$1")" --data folder --root "$DATA/imagenet" --protocol logreg-icmlm --runs 5 "${@:2}"; }
-coco-icmlm() { once "$1/coco-icmlm" python eval_linear.py --weights "$(weights "$1")" --data coco --root "$DATA/coco" --protocol svm-icmlm "${@:2}"; }
-voc07-layers-val() { once "$1/voc07-layers-val" $RUN eval_linear.py --weights "$(weights "$1")" --data voc07 --root "$DATA/VOCdevkit" --protocol layers --train-split train --val-split val "${@:2}"; }
-voc07-layers() { once "$1/voc07-layers" $RUN eval_linear.py --weights "$(weights "$1")" --data voc07 --root "$DATA/VOCdevkit" --protocol layers --runs 5 "${@:2}"; }
-in1k-layers() { once "$1/in1k-layers" $RUN eval_linear.py --weights "$(weights "$1")" --data folder --root "$DATA/imagenet" --protocol layers "${@:2}"; }
-places-layers() { once "$1/places-layers" $RUN eval_linear.py --weights "$(weights "$1")" --data folder --root "$DATA/places" --protocol layers --lr 0.01 0.01 0.02 "${@:2}"; }
-cub() { once "$1/cub" python -m downstream.zeroshot --weights "$(weights "$1")" --data cub --root "$DATA/cub" "${@:2}"; }
-awa2() { once "$1/awa2" python -m downstream.zeroshot --weights "$(weights "$1")" --data awa2 --root "$DATA/awa2" "${@:2}"; }
-attention() { once "$1/attention" python -m downstream.masked_words --weights "$OUT/$1/checkpoint.pth" --photos 10 "${@:2}"; }
-layers() { voc07-layers "$@"; in1k-layers "$@"; places-layers "$@"; }
+. papers/functions.sh  # once, best, report and the measures
 
 # ----- ICMLM Tab. 1: Proxy and target, VGG-16, 1K nouns and adjectives | masked words top-1 / top-5 | VOC val C-11 / C-12 / C-13
 # VOC: the validation split. Masked words: in the run's result.json, which also has those of BERT alone.
@@ -219,5 +183,4 @@ attention tfm  # ICMLM-tfm | figure
 # ----- ICMLM Figs. 4, 5: Attention, VGG-16: pictures | attention
 attention vgg-att-fc-coco  # ICMLM-att-fc | figure
 
-for name in $ONLY; do [[ $STARTED == *" $name "* ]] || echo "# no row has a run $name" >&2; done
-[ -z "$FAILED" ] || { echo "# FAILED:$FAILED" >&2; exit 1; }
+report

@@ -18,60 +18,7 @@
 # runs/papers/virtex-mlm/model_*.pth; give downstream.captioning --evaluate each of them.
 
 cd "$(dirname "$0")/.." || exit
-trap "exit 130" INT
-RUN=${RUN:-torchrun --nproc_per_node=8}  # on one GPU: RUN=python
-DATA=${DATA:-datasets}                   # the folder of all data sets
-OUT=${OUT:-runs/papers}                  # the folder of all runs
-PHOTO=${PHOTO:-photo.jpg}                # a photo to caption  [Figs. 6, 9, 10]
-ONLY="$*" STARTED="" FAILED=""
-
-once() {  # FOLDER COMMAND...: runs it with --output OUT/FOLDER, unless its result is there
-    [[ -z $ONLY || " $ONLY " == *" ${1%%/*} "* ]] || return 0
-    STARTED+=" ${1%%/*} "
-    local folder=$OUT/$1 line before
-    line=$(printf '%q ' "${@:2}" --output "$folder")
-    before=$(cat "$folder.command" 2> /dev/null)
-    # A training writes result.json at each validation, and backbone.pth at its end.
-    if [ -f "$folder/result.json" ] && { [ ! -f "$folder/args.json" ] || [ -f "$folder/backbone.pth" ]; }; then
-        [ "$line" = "$before" ] && echo "# $folder has its result" || echo "# $folder has the result of another command: $before"
-        return
-    fi
-    mkdir -p "$(dirname "$folder")"
-    echo "$line" | tee "$folder.command"
-    "${@:2}" --output "$folder" || { echo "# FAILED: $folder" >&2; FAILED+=" $folder"; }
-}
-
-best() {  # NAME: best.pth is the kept model that is best on VOC07's validation split  [ours: the official code takes its test split]
-    once "$1/voc07-val" python eval_linear.py --weights "$OUT/$1"/model_*.pth --data voc07 --root "$DATA/VOCdevkit" --train-split train --val-split val
-    local result=$OUT/$1/voc07-val/result.json
-    [ -f "$result" ] && [ ! -f "$OUT/$1/best.pth" ] || return
-    ln "$(python -c 'import json, sys
-scores = json.load(open(sys.argv[1]))["backbones"]
-print(max(scores, key=lambda path: scores[path]["mean"]["mAP"]))' "$result")" "$OUT/$1/best.pth"
-}
-
-weights() {  # NAME: a run's backbone, or the best of the models that it kept; or the weights of others
-    local kept=("$OUT/$1"/model_*.pth)
-    case $1 in
-        random | imagenet) echo "$1" ;;
-        moco-v1-in) echo "$DATA/weights/moco_v1_200ep_pretrain.pth.tar" ;;
-        pcl-v1-in) echo "$DATA/weights/PCL_v1_epoch200.pth.tar" ;;
-        swav-in) echo "$DATA/weights/swav_200ep_bs256_pretrain.pth.tar" ;;
-        *) [ -e "${kept[0]}" ] && echo "$OUT/$1/best.pth" || echo "$OUT/$1/backbone.pth" ;;
-    esac
-}
-
-voc07() { once "$1/voc07" python eval_linear.py --weights "$(weights "$1")" --data voc07 --root "$DATA/VOCdevkit" "${@:2}"; }
-in1k() { once "$1/in1k" $RUN eval_linear.py --weights "$(weights "$1")" --data folder --root "$DATA/imagenet" --protocol sgd-virtex "${@:2}"; }
-coco() { once "$1/coco" $RUN -m downstream.detection --weights "$(weights "$1")" --data coco --root "$DATA/coco" "${@:2}"; }
-lvis() { once "$1/lvis" $RUN -m downstream.detection --weights "$(weights "$1")" --data lvis --root "$DATA/coco" "${@:2}"; }
-lvis05() { once "$1/lvis05" $RUN -m downstream.detection --weights "$(weights "$1")" --data lvis --root "$DATA/coco" --train-split v0.5_train --val-split v0.5_val --min-score 0 "${@:2}"; }
-voc() { once "$1/voc" $RUN -m downstream.detection --weights "$(weights "$1")" --data voc --root "$DATA/VOCdevkit" --model c4 "${@:2}"; }
-inat() { once "$1/inat" $RUN -m downstream.finetune --weights "$(weights "$1")" --data inat --root "$DATA/inat" "${@:2}"; }
-captions() { once "$1/captions" python -m downstream.captioning --weights "$(weights "$1")" --evaluate --data coco --root "$DATA/coco" "${@:2}"; }
-captions-picture() { once "$1/captions-picture" python -m downstream.captioning --weights "$(weights "$1")" "$PHOTO" "${@:2}"; }
-voc07-icmlm() { once "$1/voc07-icmlm" python eval_linear.py --weights "$(weights "$1")" --data voc07 --root "$DATA/VOCdevkit" --protocol svm-icmlm --runs 5 "${@:2}"; }
-in1k-icmlm() { once "$1/in1k-icmlm" python eval_linear.py --weights "$(weights "$1")" --data folder --root "$DATA/imagenet" --protocol logreg-icmlm --runs 5 "${@:2}"; }
+. papers/functions.sh  # once, best, report and the measures
 
 # ----- VirTex Tab. 1: Annotation cost efficiency | VOC07 mAP | IN-1k top-1
 # The table's costs in hours are estimates [App. A.1].
@@ -221,5 +168,4 @@ once coco-crops $RUN -m downstream.finetune --data folder --root "$OUT/crops" --
 voc07 coco-crops  # objects cut out of COCO | 79.1
 voc07 virtex      # VirTex | 88.7
 
-for name in $ONLY; do [[ $STARTED == *" $name "* ]] || echo "# no row has a run $name" >&2; done
-[ -z "$FAILED" ] || { echo "# FAILED:$FAILED" >&2; exit 1; }
+report

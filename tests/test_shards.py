@@ -94,8 +94,6 @@ def test_what_shards_hold(folder):
 
 def test_layouts_of_others(tmp_path):
     """img2dataset: captions in KEY.txt or KEY.json; other files, folders, odd names, macOS"""
-    folder = tmp_path / "photos in May, 1 + 2"
-    folder.mkdir()
     files = {
         "0.jpg": RED, "0.txt": b" a&amp;b cafe\xcc\x81 \n\nb\n", "0.json": b'{"caption": "b"}',
         "._0.jpg": b"\0\5\x16\7", "._b": b"AppleDouble", "caf\udce9\t.jpg": RED,
@@ -103,119 +101,99 @@ def test_layouts_of_others(tmp_path):
         "3.jpg": RED, "3.json": b'{"caption": "a cat"}',
         "./x/ä b: 4.jpg": RED, "./x/ä b: 4.json": b'{"caption": null}',
     }
-    write_tar(folder / "a at 3: b.tar", files)
-    write_tar(folder / "b.tar", files)
-    for data in index(folder, "*.tar"):
+    folder = tmp_path / "photos in May, 1 + 2"
+    folder.mkdir()
+    for shard in "a at 3: b.tar", "b.tar":
+        write_tar(folder / shard, files)
+    printed = run_here(index_command(folder, "*.tar"))
+    for split in "train", "val":
+        data = one_split(str(folder), split=split)
         assert list(data.captions) == [["a&b caf\xe9", "b"], [], [], ["a cat"], []]
         assert {data.open(data.images[i]).size for i in range(5)} == {(16, 12)}
         assert data.tag_names == []
-    printed = run_here(index_command(folder, "*.tar"))
     assert "a at 3: b.tar: 2: ValueError: 0 photos among 2.txt; left out: 1\n" in printed
     assert "train: 3 photos have no caption in a KEY.txt or KEY.json\n" in printed
 
 
 def test_keys_without_a_photo_or_with_two(folder):
-    """They are counted. As WebDataset reads names, the suffix begins at the first dot."""
-    files = {"a.jpg": RED, "b.1.jpg": RED, "b.2.JPG": RED, "c.seg.json": b"", "d.PGM": RED}
+    """They are counted. As WebDataset reads names, the suffix begins at the first dot.
+
+    Hidden files are left out, as everywhere else; ./KEY.jpg and ../KEY.jpg are not hidden.
+    """
+    files = {"a.jpg": RED, "b.1.jpg": RED, "b.2.JPG": RED, "d.PGM": RED}
     files |= {"e.jp2": RED, "e.png": RED, "f.TXT": b"a", "f.jpg": RED, "f.txt": b"b"}
+    files |= {"g.jpg": RED, "g.json": b'["a fern"]'}
+    files |= {"./h.jpg": RED, "../i.jpg": RED, ".j.jpg": RED, "x/._k.jpg": RED, ".x/l.jpg": RED}
+    files |= {"./x/.y/m.jpg": RED, "x.y/n.jpg": RED}
     write_tar(folder / "03.tar", files)
     photos, faults = make_shards.read_shard(folder / "03.tar")
-    assert [place.split("\t")[1] for place, *_ in photos] == ["a.jpg", "d.PGM"]
+    names = [place.split("\t")[1] for place, *_ in photos]
+    assert names == ["a.jpg", "d.PGM", "./h.jpg", "../i.jpg", "x.y/n.jpg"]
     assert faults == [
         "b: ValueError: 0 photos among b.1.jpg, b.2.JPG",
-        "c: ValueError: 0 photos among c.seg.json",
         "e: ValueError: 2 photos among e.jp2, e.png",
         "f: ValueError: 1 photos among f.TXT, f.jpg, f.txt",
+        "g: ValueError: g.json is not an object with captions",
     ]
 
 
-def test_hidden_files_in_shards(folder):
-    """They are left out, as everywhere else; ./KEY.jpg and ../KEY.jpg are not hidden."""
-    files = {"./a.jpg": RED, "../b.jpg": RED, ".c.jpg": RED, "x/._d.jpg": RED, ".x/e.jpg": RED}
-    write_tar(folder / "03.tar", {**files, "./x/.y/f.jpg": RED, "x.y/g.jpg": RED})
-    photos, faults = make_shards.read_shard(folder / "03.tar")
-    names = [place.split("\t")[1] for place, *_ in photos]
-    assert names == ["./a.jpg", "../b.jpg", "x.y/g.jpg"] and not faults
-
-
-def test_what_is_no_shard(folder):
-    """Compressed tar files, and JSON that is a list, end in a sentence."""
+def test_compressed_shards(folder):
     plain = (folder / "00.tar").read_bytes()
     for name, pack in ("x.tar.gz", gzip.compress), ("y.tar.xz", lzma.compress):
         (folder / name).write_bytes(pack(plain))
     assert "uncompressed" in refusal(index_command(folder, "x.tar.gz", "y.tar.xz"))
-    write_tar(folder / "03.tar", {"a.jpg": RED, "a.json": b'["a fern"]', "b.jpg": RED})
-    photos, [fault] = make_shards.read_shard(folder / "03.tar")
-    assert fault == "a: ValueError: a.json is not an object with captions" and len(photos) == 1
-
-
-def test_html_and_captions_as_in_a_jsonl(tmp_path):
-    """"captions" are read as they are; KEY.txt and "caption", of other tools, are cleaned."""
-    texts = {
-        "a.json": b'{"captions": ["<i>Rosa</i> &amp; thorn"]}',
-        "b.txt": b"<i>Rosa</i> &amp; thorn",
-        "c.json": b'{"caption": "<i>Rosa</i> &amp; thorn"}',
-        "d.json": b'{"captions": []}', "d.txt": b"a fern",
-    }
-    for name in "0.tar", "1.tar":
-        files = {**texts, **{f"{x}.jpg": RED for x in "abcd"}}
-        write_tar(tmp_path / name, dict(sorted(files.items())))
-    printed = run_here(index_command(tmp_path, "*.tar"))
-    assert "train: 1 photos have captions from KEY.txt, which lost HTML\n" in printed
-    train = one_split(str(tmp_path))
-    plain = ["Rosa & thorn"]
-    assert list(train.captions) == [["<i>Rosa</i> &amp; thorn"], plain, plain, ["a fern"]]
-    (tmp_path / "1.jpg").write_bytes(RED)
-    row = {"image": "1.jpg", "captions": ["<i>Rosa</i> &amp; thorn"], "split": "train"}
-    (tmp_path / "photos.jsonl").write_text(json.dumps(row))
-    flags = "--data", tmp_path / "photos.jsonl", "--splits", "train", "--output", tmp_path / "out"
-    run_here(["tools.make_shards", *flags])
-    assert list(one_split(str(tmp_path / "out")).captions) == [row["captions"]]
 
 
 def test_which_captions_are_read(tmp_path):
-    """Of three places, the first with a caption; others are said."""
+    """Of three places, the first with a caption; others are said. "captions" are read as they are,
+    also from a .jsonl; KEY.txt and "caption", of other tools, are cleaned.
+
+    A line break in "caption" is no second caption, and a list has several; KEY.txt may be either
+    written out by img2dataset, or captions of its own, one a line.
+    """
+    html = "<i>Rosa</i> &amp; thorn"
     files = {
         "a.json": b'{"captions": ["a fern"], "caption": "a moss"}',
         "b.json": b'{"captions": [], "caption": "a moss"}', "b.txt": b"<p></p>\n",
-        "c.json": b'{"caption": "a moss"}', "c.txt": b"a moss\n",
+        "c.json": b'{"caption": "Red collar\\nwith bell"}', "c.txt": b"Red collar\nwith bell",
         "d.json": b'{"captions": ["a fern"]}', "d.txt": b"a tree\n",
-        **{f"{x}.jpg": RED for x in "abcde"},
+        "e.json": b'{"caption": ["a red dog", "a\\ndog"]}',
+        "f.json": b'{"caption": ["a fern"]}', "f.txt": b"['a fern']",
+        "g.json": b'{"caption": "a fern by a moss"}', "g.txt": b"a fern\na moss",
+        "h.json": b'{"caption": ["a fern", 3]}',
+        "i.json": json.dumps({"captions": [html]}).encode(),
+        "j.txt": html.encode(),
+        "k.json": json.dumps({"caption": html}).encode(),
+        **{f"{x}.jpg": RED for x in "abcdefghijkl"},
     }
-    for name in "0.tar", "1.tar":
-        write_tar(tmp_path / name, dict(sorted(files.items())))
+    for shard in "0.tar", "1.tar":
+        write_tar(tmp_path / shard, dict(sorted(files.items())))
     printed = run_here(index_command(tmp_path, "*.tar"))
-    data = one_split(str(tmp_path))
-    assert list(data.captions) == [["a fern"], ["a moss"], ["a moss"], ["a fern"], []]
+    expected = [
+        ["a fern"], ["a moss"], ["Red collar with bell"], ["a fern"], ["a red dog", "a dog"],
+        ["a fern"], ["a fern", "a moss"], [html], ["Rosa & thorn"], ["Rosa & thorn"], [],
+    ]
+    assert list(one_split(str(tmp_path)).captions) == expected
+    ours, other = '"captions" of KEY.json', '"caption" of KEY.json'
     for line in (
-        '1 photos have captions from "captions" of KEY.json, not those of "caption" of KEY.json',
-        '2 photos have captions from "caption" of KEY.json',
-        '1 photos have captions from "captions" of KEY.json, not those of KEY.txt',
+        f"1 photos have captions from {ours}, not those of {other}",
+        f"4 photos have captions from {other}",
+        f"1 photos have captions from {ours}, not those of KEY.txt",
+        f"1 photos have captions from KEY.txt, not those of {other}",
+        "1 photos have captions from KEY.txt, which lost HTML",
+        f"1 photos have captions from {other}, which lost HTML",
         "1 photos have no caption in a KEY.txt or KEY.json",
+        "11 photos, 12 captions, 0 tags",
     ):
         assert f"train: {line}\n" in printed
+    assert "h: ValueError: ['a fern', 3] is not a list of texts" in printed
 
-
-def test_captions_of_several_lines(tmp_path):
-    """A line break in "caption" is no second caption, and a list has several; KEY.txt may be either
-    written out by img2dataset, or captions of its own, one a line."""
-    files = {
-        "a.json": b'{"caption": "Red collar\\nwith bell"}', "a.txt": b"Red collar\nwith bell",
-        "b.json": b'{"caption": ["a red dog", "a\\ndog"]}',
-        "c.json": b'{"caption": ["a fern"]}', "c.txt": b"['a fern']",
-        "d.json": b'{"caption": "a fern by a moss"}', "d.txt": b"a fern\na moss",
-        "e.json": b'{"caption": ["a fern", 3]}',
-        **{f"{x}.jpg": RED for x in "abcde"},
-    }
-    for name in "0.tar", "1.tar":
-        write_tar(tmp_path / name, dict(sorted(files.items())))
-    printed = run_here(index_command(tmp_path, "*.tar"))
-    expected = ["Red collar with bell"], ["a red dog", "a dog"], ["a fern"], ["a fern", "a moss"]
-    assert list(one_split(str(tmp_path)).captions) == list(expected)
-    assert "train: 4 photos, 6 captions, 0 tags\n" in printed
-    assert 'train: 3 photos have captions from "caption" of KEY.json\n' in printed
-    assert '1 photos have captions from KEY.txt, not those of "caption" of KEY.json\n' in printed
-    assert "e: ValueError: ['a fern', 3] is not a list of texts" in printed
+    (tmp_path / "1.jpg").write_bytes(RED)
+    row = {"image": "1.jpg", "captions": [html], "split": "train"}
+    (tmp_path / "photos.jsonl").write_text(json.dumps(row))
+    flags = "--data", tmp_path / "photos.jsonl", "--splits", "train", "--output", tmp_path / "out"
+    run_here(["tools.make_shards", *flags])
+    assert list(one_split(str(tmp_path / "out")).captions) == [[html]]
 
 
 def test_brackets_in_folders(tmp_path):
@@ -226,7 +204,7 @@ def test_brackets_in_folders(tmp_path):
     flags = "--data", tmp_path / "a.jsonl", "--splits", "train", "--output", folder
     run_here(["tools.make_shards", *flags])
     assert list(one_split(str(folder)).captions) == [["a"]]
-    assert "holds shards of train" in refusal(["tools.make_shards", *flags])
+    assert "holds shards: delete them or" in refusal(["tools.make_shards", *flags])
     (folder / "train.index").unlink()
     line = refusal(["virtex.py", "--data", folder, "--output", tmp_path / "run"])
     pattern = line.split("--index-only ")[1].strip("'").replace("*", "{split}-*")

@@ -49,9 +49,6 @@ def main(args):
     todo = [caption for caption in dict.fromkeys(data.all_captions()) if caption not in done]
     todo.sort(key=len)  # similar lengths in a batch: less padding
     print_main(f"{len(done)} captions are in {path} already, {len(todo)} to translate")
-    if not todo:
-        return
-
     pairs = ("en", "fr"), ("fr", "en"), ("en", "de"), ("de", "en")
     names = [args.translator.format(*pair) for pair in pairs]
     to_fr, from_fr, to_de, from_de = [Translator(name, device, amp) for name in names]
@@ -59,8 +56,7 @@ def main(args):
     with open(path, "a") as file:
         for start in progress(starts, desc="back-translation", unit=" batches"):
             batch = todo[start : start + BATCH_SIZE]
-            translations = from_fr(to_fr(batch)), from_de(to_de(batch))
-            for caption, fr, de in zip(batch, *translations):
+            for caption, fr, de in zip(batch, from_fr(to_fr(batch)), from_de(to_de(batch))):
                 file.write(json.dumps({"caption": caption, "fr": fr, "de": de}) + "\n")
             file.flush()
     print_main(f"{path} is complete")
@@ -68,11 +64,11 @@ def main(args):
 
 def keep_whole_lines(path):
     """Drop an incomplete last line, of an interrupted run -> set of the captions that are done"""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-        os.truncate(path, len("".join(lines).encode()))
-    return {json.loads(line)["caption"] for line in lines}
+    content = path.read_text() if path.exists() else ""
+    whole = content[: content.rfind("\n") + 1]
+    if whole != content:
+        os.truncate(path, len(whole.encode()))
+    return {json.loads(line)["caption"] for line in whole.splitlines()}
 
 
 class Translator:

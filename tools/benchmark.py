@@ -18,7 +18,6 @@ import itertools
 import statistics
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +44,6 @@ STEPS = 5  # per turn of a method: VirTex's look-ahead updates its slow weights 
 def get_args(argv=None):
     parser = common.Parser(__doc__)
     add = parser.add_argument
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to measure")
     add("--arch", choices=common.BACKBONES, default="resnet50", help="backbone of all methods")
     add("--hidden", type=number("int > 0"), default=1024, help="width H of VirTex's heads")
     add("--image-size", type=number("int > 0"), default=224, help="side of the photos in pixels")
@@ -59,41 +57,47 @@ def get_args(argv=None):
 
 def main(args):
     if args.loader:
-        measure_loader(args)
-    else:
-        measure_steps(args)
-
-
-def measure_steps(args):
+        torch.set_num_threads(1)  # as in a worker
+        steps, photos = loader_steps(args)
+        print(f"{photos} photos, crops of {args.image_size} px; per second and core")
+        measure(steps, photos, args.rounds, 1, time.process_time)
+        return
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    sizes = f"{args.image_size} px, batch {args.batch_size}, {args.amp}"
-    print(f"{name}; torch {torch.__version__}; {args.arch}, {sizes}")
-
+    print(f"{name}; torch {torch.__version__}; {args.arch}, {args.image_size} px, batch "
+          f"{args.batch_size}, {args.amp}")
     batch = random_batch(args, device)
-    steps = {"bare backbone": floor(args, batch, device)}
-    if "mmcontrastive" in args.methods:
-        steps["contrastive floor"] = floor(args, batch, device, contrastive=True)
-    for method in args.methods:
-        steps[method] = training_step(method, args, batch, device)
-    seconds = {name: [] for name in steps}
-    for _ in common.progress(range(1 + args.rounds), desc="rounds", leave=False):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            for _ in range(STEPS):
-                next(step)
-            if cuda:
-                torch.cuda.synchronize()
-            seconds[name].append((time.perf_counter() - start) / STEPS)
+    steps = {
+        "bare backbone": floor(args, batch, device),
+        "contrastive floor": floor(args, batch, device, contrastive=True),
+    }
+    steps |= {method: training_step(method, args, batch, device) for method in METHODS}
+    measure(steps, args.batch_size, args.rounds, STEPS, time.perf_counter)
 
-    # The median does not count the first round, which warms up.
-    speeds = {name: args.batch_size / statistics.median(seconds[name][1:]) for name in steps}
-    for name, speed in speeds.items():
-        below = "contrastive floor" if name == "mmcontrastive" else "bare backbone"
-        ratio = f"{100 * speed / speeds[below]:.1f}% of the {below}" if name in METHODS else ""
-        print(f"{name:20} {speed:8.1f} images/s   {ratio}".rstrip())
+
+def measure(steps, photos, rounds, repeat, clock):
+    """Print photos per second of each step, and how many percent of its floor, or of the first row
+
+    steps: {name: generator, which handles so many photos at each next()}, which take turns
+    """
+    seconds = {name: [] for name in steps}
+    for _ in common.progress(range(1 + rounds), desc="rounds", leave=False):
+        for name, step in steps.items():
+            start = clock()
+            for _ in range(repeat):
+                next(step)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append((clock() - start) / repeat)
+    for name, times in seconds.items():
+        below = "contrastive floor" if name == "mmcontrastive" else next(iter(steps))
+        times, before = times[1:], seconds[below][1:]  # the first round warms up
+        ratios = [100 * y / x for x, y in zip(times, before)]
+        share = 100 * statistics.median(before) / statistics.median(times)
+        print(f"{name:30} {photos / statistics.median(times):8.1f} images/s   {share:.1f}% of the "
+              f"{below} ({min(ratios):.1f} to {max(ratios):.1f})")
 
 
 def random_batch(args, device):
@@ -227,12 +231,11 @@ METHODS = {
 # ------------------------------------------------------------------------------ files to crops
 
 
-def measure_loader(args):
-    """Print photos per second and core of this code and of --baseline, in turns on the same crops.
+def loader_steps(args):
+    """-> {name: generator}, number of photos.  This code and --baseline's, on the same crops
 
-    CPU time of one thread, from bytes in memory to uint8 crops with jitter and flips.
+    From bytes in memory to uint8 crops with jitter and flips, in one thread.
     """
-    torch.set_num_threads(1)  # as in a worker
     paths = sorted(Path(args.loader).rglob("*.jpg"))
     files = {
         "files as they are": [path.read_bytes() for path in paths],
@@ -243,23 +246,19 @@ def measure_loader(args):
         spec = importlib.util.spec_from_file_location("baseline", f"{args.baseline}/common.py")
         codes = {"baseline": importlib.util.module_from_spec(spec)} | codes
         spec.loader.exec_module(codes["baseline"])
-    settings = SimpleNamespace(image_size=args.image_size, crop_min=0.2, colour_jitter=1.0)
-    seconds = defaultdict(list)  # of each round, which the first one warms up
-    for number in common.progress(range(1 + args.rounds), desc="rounds", leave=False):
-        for (kind, contents), (name, code) in itertools.product(files.items(), codes.items()):
-            data = SimpleNamespace(images=contents, open=lambda x: Image.open(io.BytesIO(x)))
-            photos = code.Photos(data, settings)
-            start = time.process_time()
-            for index in range(len(contents)):
-                photos.photo(index, np.random.default_rng([number, index]))
-            seconds[kind, name].append((time.process_time() - start) / len(contents))
-    first = next(iter(seconds.values()))[1:]
-    print(f"{len(paths)} photos, crops of {args.image_size} px, {args.rounds} rounds; medians, and "
-          "how many times the first row (least to most)")
-    for (kind, name), times in seconds.items():
-        ratios = sorted(before / now for before, now in zip(first, times[1:]))
-        print(f"{kind:20}{name:12}{1 / statistics.median(times[1:]):8.1f} photos/s and core   "
-              f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    steps = {f"{kind}, {name}": crop_all(code, contents, args.image_size)
+             for kind, contents in files.items() for name, code in codes.items()}
+    return steps, len(paths)
+
+
+def crop_all(code, contents, size):
+    """A generator: a crop of each of the photos at each next()"""
+    data = SimpleNamespace(images=contents, open=lambda content: Image.open(io.BytesIO(content)))
+    photos = code.Photos(data, SimpleNamespace(image_size=size, crop_min=0.2, colour_jitter=1.0))
+    for turn in itertools.count():
+        for index in range(len(contents)):
+            photos.photo(index, np.random.default_rng([turn, index]))
+        yield
 
 
 if __name__ == "__main__":

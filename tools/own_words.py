@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import eval_linear
 import tp
-from common import fail, number, print_main
+from common import fail, print_main
 
 
 def get_args(argv=None):
@@ -33,19 +33,15 @@ def get_args(argv=None):
     add = parser.add_argument
     add("data", metavar="JSONL", help="captioned photos, with the splits train and val")
     add("--weights", nargs="+", help="backbones to measure with it, as eval_linear.py takes them")
-    add("--num-words", type=number("int > 0"), default=50, help="how many words to take")
-    add("--seed", type=number("int >= 0"), default=0, help="seed that draws the two halves")
     add("--output", default="own_words.jsonl", help="the file to write")
     return parser.parse_args(argv)
 
 
 def main(args):
-    if not args.output.endswith(".jsonl"):
-        fail(f"--output {args.output} must end in .jsonl")
     train, val = common.caption_data(args.data)
     train, val = train.captioned(), val.captioned()
-    words = choose_words(train, args.num_words)
-    order = np.random.default_rng(args.seed).permutation(len(val))
+    words = choose_words(train)
+    order = np.random.default_rng(0).permutation(len(val))
     learn = set(order[: len(val) // 2].tolist())
     with common.writing(args.output) as file:
         for n, photo_words in enumerate(words_of_photos(val)):
@@ -70,15 +66,15 @@ def words_of_photos(data):
     return [{word for text in captions for word in tp.words_of(text)} for captions in data.captions]
 
 
-def choose_words(train, num_words):
-    """The most frequent nouns, verbs and adjectives that 2% to 30% of the photos have"""
+def choose_words(train):
+    """The 50 most frequent nouns, verbs and adjectives that 2% to 30% of the photos have"""
     concepts = tp.count_concepts(train.all_captions(), "textblob")
     concepts = set().union(*concepts.values())
     photos = Counter(word for words in words_of_photos(train) for word in words & concepts)
     words = [word for word, n in photos.most_common() if 0.02 <= n / len(train) <= 0.3]
     if not words:
         fail("no word is in 2% to 30% of the training photos' captions")
-    return sorted(words[:num_words], key=lambda word: (-photos[word], word))
+    return sorted(words[:50], key=lambda word: (-photos[word], word))
 
 
 if __name__ == "__main__":

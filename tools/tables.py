@@ -1,15 +1,15 @@
 """Write the tables of our scores into README and docs/, from docs/scores.csv
 
     python tools/tables.py
-    python tools/tables.py --add comparison "Words alone" runs/seed-*/flowers/result.json
+    python tools/tables.py --add comparison "Words alone" flowers runs/seed-*/flowers/result.json
 
-A line of scores.csv holds one measure of one run: its scores, one for each seed; the command, where
-{a,b} stands for words that differ between the seeds; the seconds of each training ("?" if some were
-lost with a killed process); commit, date and machine. What is empty was not written down.
+A line of scores.csv holds one measure of one run: its scores, one for each seed; the commands, in
+older lines with {a,b} for words that differ between the seeds; the seconds of each training ("?" if
+some were lost with a killed process); commit, date and machine. What is empty was not written down.
 
---add takes these from the result.json of eval_linear.py, and from the args.json beside the weights
-that it measured; a measure is named after its data. With --key it takes other numbers of a training
-run's result.json, such as validation_loss.forward.
+--add takes these from each result.json of eval_linear.py, of the first of its --weights, and from
+the args.json beside these. Several results of one backbone and seed become their mean. With --key
+it takes another number of a training run's result.json, such as validation_loss.forward.
 
 On a page these lines mark a table: its measures, with headings; then its rows, if not all of them.
 
@@ -35,13 +35,10 @@ import json
 import re
 import shlex
 import statistics
-import sys
+from collections import defaultdict
 from pathlib import Path
 
 from scipy import stats
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import fail
 
 REPO = Path(__file__).resolve().parent.parent
 SCORES = REPO / "docs/scores.csv"
@@ -55,21 +52,19 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("results", nargs="*", metavar="RESULT", help="with --add: the result.json of each seed")
-    add("--add", nargs=2, metavar=("TABLE", "ROW"), help="put scores into this row of scores.csv")
-    add("--key", nargs="+", default=[], help="with --add: take these numbers of each RESULT")
-    add("--measure", help="with --add: the measure's name, if it is not to be the data's or key's")
-    add("--mean", action="store_true", help="with --add: add the mean of these measures, too")
-    args = parser.parse_args(argv)
-    if bool(args.add) != bool(args.results):
-        parser.error("--add TABLE ROW and RESULT go together")
-    return args
+    add("--add", nargs=3, metavar=("TABLE", "ROW", "MEASURE"), help="what to put into scores.csv")
+    add("--key", help="with --add: take this number of each RESULT")
+    return parser.parse_args(argv)
 
 
 def main(args):
     lines = read_scores()
     if args.add:
-        lines = with_results(lines, args)
-        write_scores(lines)
+        add_line(lines, line_of(args))
+        with open(SCORES, "w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines)
     for page in PAGES:
         page.write_text(with_lengths(with_tables(page.read_text(), lines)))
 
@@ -80,27 +75,32 @@ def read_scores():
         return list(csv.DictReader(file))
 
 
-def write_scores(lines):
-    with open(SCORES, "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-
-
 # ---------------------------------------------------------------------------------------- tables
+
+
+def to_tables(lines):
+    """-> {table: {row: {measure: the scores of its seeds, as text}}}"""
+    tables = {}
+    for line in lines:
+        row = tables.setdefault(line["table"], {}).setdefault(line["row"], {})
+        row[line["measure"]] = line["scores"].split()
+    return tables
 
 
 def with_tables(text, lines):
     """A page whose marked tables have the scores of these lines"""
-    tables = {}  # {table: {row: {measure: the scores of its seeds, as text}}}
-    for line in lines:
-        row = tables.setdefault(line["table"], {}).setdefault(line["row"], {})
-        row[line["measure"]] = line["scores"].split()
+    tables = to_tables(lines)
 
     def replaced(match):
         marker, kind, content, body, end = match.groups()
-        make = table_of_scores if kind == "table" else table_of_differences
-        return marker + make(tables, " ".join(content.split()), body) + end
+        columns, _, rows = " ".join(content.split()).partition("; rows ")
+        table, _, columns = columns.partition(": ")
+        heads = {name: head or name for name, head in read_pairs(columns).items()}
+        if kind == "table":
+            made = table_of_scores(tables, table, heads, read_pairs(rows))
+        else:
+            made = table_of_differences(tables[table], heads, body)
+        return marker + made + end
 
     return MARKED.sub(replaced, text)
 
@@ -115,33 +115,24 @@ def with_lengths(text):
     return re.sub(r"(\[(\w+\.py)\]\(\S*\) \|) \d+ \|", counted, text)
 
 
-def read_marker(content):
-    """"a: b = c | d; rows f = g | h" -> "a", {"b": "c", "d": ""}, {"f": "g", "h": ""} """
-    columns, _, rows = content.partition("; rows ")
-    table, _, columns = columns.partition(": ")
-    heads, notes = (dict(x.partition(" = ")[::2] for x in y.split(" | ")) for y in (columns, rows))
-    return table, {measure: head or measure for measure, head in heads.items()}, notes
+def read_pairs(text):
+    """ "b = c | d" -> {"b": "c", "d": ""} """
+    return dict(pair.partition(" = ")[::2] for pair in text.split(" | ")) if text else {}
 
 
-def table_of_scores(tables, content, _):
-    table, heads, notes = read_marker(content)
-    known = tables.get(table, {})
-    rows = list(filter(None, notes))
-    missing = [row for row in rows if row not in known]
-    if missing or not known:
-        fail(f"docs/scores.csv has no {', '.join(missing) or 'line'} in a table {table}")
-    lines = [[row, *(cell_of(tables, table, row, x) for x in heads)] for row in rows or known]
-    heads = ["", *heads.values()]
-    if any(notes.values()):
-        heads.insert(1, "how")
-        for line in lines:
-            line.insert(1, notes[line[0]])
-    return in_markdown(heads, lines)
+def table_of_scores(tables, table, heads, notes):
+    """heads: {measure: heading}.  notes: {row: text for the column "how"}; {} are all rows"""
+    how = ["how"] if any(notes.values()) else []
+    rows = []
+    for row in notes or tables[table]:
+        cells = [cell_of(tables, table, row, column) for column in heads]
+        rows.append([row, *(notes[row] for _ in how), *cells])
+    return in_markdown(["", *how, *heads.values()], rows)
 
 
-def in_markdown(heads, lines):
-    rows = [f"| {' | '.join(cells)} |\n" for cells in (heads, *lines)]
-    return "".join([rows[0], "|" + len(heads) * "---|" + "\n", *rows[1:]])
+def in_markdown(heads, rows):
+    lines = [f"| {' | '.join(cells)} |\n" for cells in (heads, *rows)]
+    return "".join([lines[0], "|" + len(heads) * "---|" + "\n", *lines[1:]])
 
 
 def cell_of(tables, table, row, column):
@@ -163,20 +154,17 @@ def in_words(measure, scores):
     return f"{statistics.mean(numbers):,.{digits}f}{deviation}"
 
 
-def table_of_differences(tables, content, body):
-    """body: lines of Markdown, whose first two cells stay as they are"""
-    table, heads, _ = read_marker(content)
+def table_of_differences(rows, heads, body):
+    """rows: {row: {measure: scores}}.  body: lines of Markdown, whose first two cells stay"""
     given = [line.strip("| ").split(" | ")[:2] for line in body.splitlines()]
     pairs = [re.match(r"(.+?) > (.+?)(?: \[.*)?$", claim).groups() for claim, _ in given[2:]]
     names = {name for pair in pairs for name in pair}
-    lines = []
-    for cells, pair in zip(given[2:], pairs):
-        for measure in heads:
-            runs = {name: list(map(float, tables[table][name].get(measure, []))) for name in names}
-            cells = cells + compared(*pair, runs)
-        lines.append(cells)
+    for measure in heads:
+        runs = {name: list(map(float, rows[name].get(measure, []))) for name in names}
+        for cells, pair in zip(given[2:], pairs):
+            cells += compared(*pair, runs)
     more = [text for heading in heads.values() for text in (heading, "difference")]
-    return in_markdown(given[0] + more, lines)
+    return in_markdown(given[0] + more, given[2:])
 
 
 def compared(first, second, runs):
@@ -204,79 +192,45 @@ def margin_of(first, second, runs):
 # ------------------------------------------------------------------------------------------ --add
 
 
-def with_results(lines, args):
-    """The lines with new ones after those of their row, or in place of one of the same measure"""
-    for new in lines_of(args):
-        same = [line for line in lines if all(line[field] == new[field] for field in FIELDS[:3])]
-        lines = [line for line in lines if line not in same]
-        row = [n for n, x in enumerate(lines, 1) if (x["table"], x["row"]) == tuple(args.add)]
-        table = [n for n, x in enumerate(lines, 1) if x["table"] == args.add[0]]
-        lines.insert(([len(lines)] + table + row)[-1], new)
-        unknown = [field for field in FIELDS if not new[field]]
-        print("replaced:" if same else "new:", ", ".join(new[field] for field in FIELDS[:4]),
-              f"({', '.join(unknown)} unknown)" if unknown else "")
-    return lines
+def add_line(lines, new):
+    """Replace the line of the same measure, or put the new one after those of its table."""
+    same = [n for n, x in enumerate(lines) if all(x[name] == new[name] for name in FIELDS[:3])]
+    if same:
+        lines[same[0]] = new
+    else:
+        table = [n for n, x in enumerate(lines, 1) if x["table"] == new["table"]]
+        lines.insert(([len(lines)] + table)[-1], new)
+    unknown = [name for name in FIELDS if not new[name]]
+    print("replaced:" if same else "new:", ", ".join(new[name] for name in FIELDS[:4]),
+          f"({', '.join(unknown)} unknown)" if unknown else "")
 
 
-def lines_of(args):
-    """The files given to --add -> [{field: text}], a line for each measure"""
-    found = {}  # {measure: [(score, circumstances of its commands) of each seed]}
-    for path in args.results:
-        for measure, *seed in seeds_in(Path(path), args.key):
-            found.setdefault(args.measure or measure, []).append(seed)
-    lines = [dict(zip(FIELDS, [*args.add, x, *texts(seeds)])) for x, seeds in found.items()]
-    if args.mean:
-        of_seeds = zip(*([score for score, _ in seeds] for seeds in found.values()), strict=True)
-        means = " ".join(map(in_digits, map(statistics.mean, of_seeds)))
-        command = f"mean of {', '.join(found)}"
-        lines.append(lines[0] | {"measure": "mean", "scores": means, "command": command})
-    return lines
-
-
-def seeds_in(path, keys):
-    """A result.json -> (measure, score, [what args.json or result.json says of each command])"""
-    result = json.loads(path.read_text())
-    for key in keys:
-        beside = json.loads(path.with_name("args.json").read_text())
-        yield key, functools.reduce(dict.__getitem__, key.split("."), result), [beside]
-    if keys:
-        return
-    args = result["args"]
-    data = Path(args["root"] if args["data"] == "folder" else args["data"]).stem
-    protocol = "" if args["protocol"] == "svm-virtex" else f"-{args['protocol']}"
-    measure = data + protocol + (f"-{args['shots']}-shots" if args["shots"] else "")
-    for source, scores in result["backbones"].items():
-        metric = next(iter(scores["mean"]))  # mAP or top-1, before the single classes
-        beside = Path(source).with_name("args.json")
-        if beside.exists():
-            yield measure, scores["mean"][metric], [json.loads(beside.read_text()), result]
-        elif len(result["backbones"]) == 1:  # random, of several seeds, or published weights
-            for run in scores["runs"]:
-                yield measure, run[metric], [result]
-
-
-def texts(seeds):
-    """seeds: [(score, circumstances)] -> scores, command, seconds, commit, date, machine"""
-    scores, abouts = zip(*seeds)
-    yield " ".join(map(in_digits, scores))
-    commands = [[shlex.join(["python", *x.get("command", "?")]) for x in about] for about in abouts]
-    yield "; ".join(map(joined, zip(*commands)))
-    first = [about[0] for about in abouts]  # the training
-    yield " ".join(f"{x['seconds']:.0f}" for x in first if "seconds" in x)
-    for field in "commit", "date", "machine":
-        yield " ".join(dict.fromkeys(x[field] for x in first if x.get(field)))
-
-
-def in_digits(score):
-    return str(score) if isinstance(score, int) else f"{score:.4f}"
-
-
-def joined(commands):
-    """["x --seed 0", "x --seed 1"] -> "x --seed {0,1}" """
-    if len({len(command.split()) for command in commands}) > 1:
-        return " or ".join(commands)
-    words = zip(*map(str.split, commands))
-    return " ".join(x[0] if len(set(x)) == 1 else f"{{{','.join(x)}}}" for x in words)
+def line_of(args):
+    """What --add is given -> {field: text}"""
+    scores, trainings, commands = defaultdict(list), {}, []
+    for path in map(Path, args.results):
+        result = json.loads(path.read_text())
+        if args.key:
+            seed, about = path, path.with_name("args.json")
+            score = functools.reduce(dict.__getitem__, args.key.split("."), result)
+        else:
+            weights = result["args"]["weights"][0]
+            seed, about = (weights, result["args"]["seed"]), Path(weights).with_name("args.json")
+            score = next(iter(result["backbones"][weights]["mean"].values()))  # mAP or top-1
+        scores[seed].append(score)
+        trainings[seed] = json.loads(about.read_text()) if about.exists() else result
+        commands += [trainings[seed].get("command"), result.get("command")]
+    means = [statistics.mean(values) for values in scores.values()]
+    commands = [shlex.join(["python", *command]) for command in commands if command]
+    texts = {
+        "scores": [str(x) if isinstance(x, int) else f"{x:.4f}" for x in means],
+        "command": ["; ".join(dict.fromkeys(commands))],
+        "seconds": [f"{x['seconds']:.0f}" for x in trainings.values() if "seconds" in x],
+    }
+    for name in "commit", "date", "machine":
+        texts[name] = dict.fromkeys(x[name] for x in trainings.values() if x.get(name))
+    place = dict(zip(FIELDS, args.add))
+    return place | {name: " ".join(values) for name, values in texts.items()}
 
 
 if __name__ == "__main__":
