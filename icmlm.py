@@ -41,6 +41,7 @@ docs/logs/icmlm for a run.
 
 import math
 import time
+import zlib
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
@@ -201,6 +202,9 @@ def main(args):
         common.extra("small_bert").make_language_model(lm_name, args, train, device)
     common.barrier()
     tokenizer, lm = load_language_model(lm_name, device, args.amp)
+    teacher = zlib.crc32(lm.token_embeddings.cpu().numpy())  # its weights are in no checkpoint
+    if checkpoint and checkpoint["teacher"] != teacher:
+        fail(f"{args.output} holds a run with another {lm_name}: choose another --output")
     if common.is_main() and not checkpoint:
         make_triplets(args, (train, val), tokenizer)  # once, for all processes
     common.barrier()
@@ -233,7 +237,7 @@ def main(args):
 
     batches = common.train_batches(triplets, collate, args, device, done)
     log = common.Log(args, checkpoint)
-    more = {"concepts": concepts}  # for downstream/masked_words.py
+    more = {"concepts": concepts, "teacher": teacher}  # for downstream/masked_words.py
     bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: warm-up [ours], then cosine decay or steps [App. F.1]

@@ -230,6 +230,17 @@ def test_eq4_is_computed_in_float32(amp, monkeypatch):
     assert found == [("highest", False, torch.float32)] and scores.dtype == torch.float32
 
 
+def test_another_language_model_in_the_same_folder(tiny, tmp_path):
+    """--lm FOLDER was trained again: the run that read it is not resumed with another."""
+    folder = tmp_path / "lm"
+    captions = ["a red circle on the left", "the blue star is large", "a moon stands"]
+    small_bert.train(folder, 9 * captions, 2, 0, CPU, "off", layers=1, width=64)
+    command = tiny("icmlm", tmp_path / "run", "--iters", 2, "--lm", folder)
+    run_here(command)
+    small_bert.train(folder, 9 * captions, 2, 1, CPU, "off", layers=1, width=64)
+    assert "holds a run with another" in refusal(command)
+
+
 def test_validates_while_it_trains(tiny, tmp_path):
     """result.json is written by each validation: a killed run has its last one."""
     command = tiny("icmlm", tmp_path, "--iters", 5, "--validate-every", 2)

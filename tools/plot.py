@@ -31,6 +31,7 @@ from tools.tables import read_scores, to_tables
 NO_TERMS = {"iteration", "lr", "text_lr", "images_per_s", "data_wait"}
 VALIDATION = "validation_"
 DOTTED = {"marker": "o", "linestyle": ":", "markersize": 4}
+UNITS = {"forward": "nats per token", "backward": "nats per token", "mlm": "nats per masked word"}
 
 
 def get_args(argv=None):
@@ -133,7 +134,10 @@ def draw_term(panel, term, runs):
         if VALIDATION + term in curves:
             label = f"{name}, validation"
             panel.plot(*curves[VALIDATION + term], **DOTTED, color=colour, label=label)
-    panel.set(title=term, xlabel="iteration")
+    percent = term.endswith(("top1", "top5", "mAP")) or "R@" in term
+    panel.set(title=term, xlabel="iteration", ylabel=UNITS.get(term, "%" if percent else "nats"))
+    if percent:
+        panel.set_ylim(bottom=0, top=min(100, panel.get_ylim()[1]))
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
 
