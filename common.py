@@ -19,7 +19,7 @@ import textwrap
 import time
 import unicodedata
 import zlib
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -45,12 +45,9 @@ def fail(message):
 
 def extra(name):
     """Import extras/{name}.py, which a copied script may lack."""
-    try:
-        return importlib.import_module(f"extras.{name}")
-    except ModuleNotFoundError as error:
-        if not error.name.startswith("extras"):
-            raise
-        fail(f"{error.name} is missing: copy our folder extras beside the script")
+    if not Path(__file__).with_name("extras").is_dir():
+        fail("the folder extras is missing: copy it beside the script")
+    return importlib.import_module(f"extras.{name}")
 
 
 # ------------------------------------------------------------------------------ captioned photos
@@ -163,10 +160,7 @@ def read_json(path):
     if not os.path.isfile(path):
         fail(f"there is no {path}: see --root, --train-split and --val-split, or download it "
              "(docs/running.md)")
-    try:
-        return json.loads(Path(path).read_bytes())
-    except ValueError as error:
-        fail(f"{path} is not JSON: {error}")
+    return json.loads(Path(path).read_bytes())
 
 
 def one_line(text):
@@ -187,8 +181,8 @@ def coco_photos(splits, root, with_tags):
     for split in splits:
         instances = f"{root}/annotations/instances_{split}.json"
         captions, tags, names = defaultdict(list), defaultdict(list), {}
-        content = read_json(f"{root}/annotations/captions_{split}.json")
         try:
+            content = read_json(f"{root}/annotations/captions_{split}.json")
             files = {row["id"]: row["file_name"] for row in content["images"]}
             for row in content["annotations"]:
                 captions[row["image_id"]].append(one_line(row["caption"]))
@@ -270,28 +264,20 @@ def swap_left_right(text):
 def mirrored(names):
     """For each of the labels the index of the one that it becomes in a mirrored photo -> (N,)
 
-    It is another one if left and right, swapped, make of its name another of the names. If none is
-    exactly that, leftHand also becomes rightHand or Righthand. [ours]
+    It is the one with left and right swapped, also within words and in other capitals (leftHand,
+    Righthand). A label stays if there is none, or more than one. [ours]
     """
+    lower = [str(name).lower() for name in names]
+    others = [re.sub("left|right", lambda side: OTHER_SIDE[side[0]], name) for name in lower]
     becomes = np.arange(len(names))
-    names = list(map(str, names))  # iNaturalist's are numbers
-    lower = [name.lower() for name in names]
-    alone = []
-    for k, name in enumerate(names):
-        other = swap_left_right(name)
-        inside = re.sub("left|right", lambda side: OTHER_SIDE[side[0]], lower[k])
-        if other != name and other in names:
-            becomes[k] = names.index(other)
-        elif inside != lower[k] and lower.count(inside) == lower.count(lower[k]) == 1:
-            becomes[k] = lower.index(inside)
-        elif other != name:
-            alone.append(name)
-    if alone and is_main():
-        report_once(f"in mirrored photos {len(alone)} labels stay, which name a side, because no "
-                    f"label is the same with the other side: {alone[:2]}")
-    swapped = [name for k, name in enumerate(names) if becomes[k] != k]
-    if swapped and is_main():
-        report_once(f"in mirrored photos {len(swapped)} labels change sides: {swapped[:2]}")
+    for k, (name, other) in enumerate(zip(lower, others)):
+        if lower.count(name) == lower.count(other) == 1:
+            becomes[k] = lower.index(other)
+    swapped = [str(names[k]) for k, other in enumerate(becomes) if other != k]
+    alone = {str(name) for name in names if swap_left_right(str(name)) != str(name)} - {*swapped}
+    if is_main() and (swapped or alone):
+        report_once(f"in mirrored photos {len(swapped)} labels change sides: {swapped[:2]}; "
+                    f"{len(alone)} name a side, but stay, for want of the other: {sorted(alone)[:2]}")
     return becomes
 
 
@@ -554,15 +540,13 @@ def constants_on(device):
 
 # ------------------------------------------------------------------ backbones and their optimizers
 
-# Channels of the features; can its blocks start as identities? Has it batch norm?
-Backbone = namedtuple("Backbone", "channels zero_init_residual batch_norm")
-BACKBONES = {  # torchvision's; a new one is one line
-    "resnet18": Backbone(512, True, True),
-    "resnet50": Backbone(2048, True, True),
-    "resnet101": Backbone(2048, True, True),
-    "wide_resnet50_2": Backbone(2048, True, True),
-    "vgg16_bn": Backbone(512, False, True),
-    "convnext_tiny": Backbone(768, False, False),  # [ours]
+BACKBONES = {  # torchvision's, with the channels of their features; a new one is one line
+    "resnet18": 512,
+    "resnet50": 2048,
+    "resnet101": 2048,
+    "wide_resnet50_2": 2048,
+    "vgg16_bn": 512,
+    "convnext_tiny": 768,  # [ours]
 }
 AFTER_FEATURES = "avgpool", "fc", "classifier"
 
@@ -573,8 +557,7 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
     """
     from torchvision import models  # only here, because it takes seconds, and --help needs none
 
-    row = BACKBONES[arch]
-    if row.zero_init_residual:  # blocks that start as identities exist in ResNets only
+    if "resnet" in arch:  # others have no blocks that could start as identities
         kwargs["zero_init_residual"] = zero_init_residual
     try:
         model = getattr(models, arch)(**kwargs)
@@ -584,7 +567,7 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
     layers = [(name, x) for name, x in model.named_children() if name not in AFTER_FEATURES]
     backbone = nn.Sequential(OrderedDict(layers))
     backbone.arch = arch
-    backbone.channels = row.channels
+    backbone.channels = BACKBONES[arch]
     return backbone
 
 
@@ -594,10 +577,8 @@ def shapes(state):
 
 
 def backbone_shapes(arch):
-    """-> {name: shape} of a backbone's tensors, without the memory for them"""
-    importlib.import_module("torchvision")  # which fails on this device with PyTorch 2.6
-    with torch.device("meta"):
-        return shapes(build_backbone(arch).state_dict())
+    """-> {name: shape} of a backbone's tensors"""
+    return shapes(build_backbone(arch).state_dict())
 
 
 def read_init(args):
@@ -657,7 +638,6 @@ def set_lr(optimizer, factor):
 # ---------------------------------------------------------------------- processes and precision
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-STOPPED_BY = signal.SIGINT, signal.SIGTERM  # see `stop`
 
 
 def init_distributed():
@@ -667,14 +647,8 @@ def init_distributed():
     sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # "?" if there is no UTF-8
     if sys.platform == "linux":  # the default of Python 3.14 would copy the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
-    for number in STOPPED_BY:
-        signal.signal(number, stop)
-    if hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(
-            before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOPPED_BY),
-            after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPPED_BY),
-            after_in_child=end_silently,
-        )
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, partial(stop, os.getpid()))
     local = dist.get_node_local_rank(0)
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
@@ -687,13 +661,6 @@ def init_distributed():
             print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
         dist.init_process_group(backend, timeout=timedelta(hours=6))  # while one makes labels
     return device
-
-
-def end_silently():
-    """Let the system end a worker, also by a signal that came while it was forked."""
-    for number in STOPPED_BY:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPED_BY)
 
 
 def end_distributed():
@@ -798,6 +765,8 @@ def on_all_cores(function, items, desc):
     with multiprocessing.Pool() as pool:
         results = pool.imap(function, parts)
         yield from progress(results, desc=desc, total=len(parts), leave=False)
+        pool.close()
+        pool.join()  # before `with` kills them: a signal to a process that just began can be lost
 
 
 # -------------------------------------------------------------------------------- a training run
@@ -926,14 +895,10 @@ def flags_of(path):
     content = read_checkpoint(path)
     if content.get("script") in OUR_TRAININGS:
         return content["args"]
-    try:
-        flags = dict(json.loads(Path(path).with_name("args.json").read_bytes()))
-    except (OSError, ValueError, TypeError):  # none, or of another program
-        return {}
-    if flags.get("script") not in OUR_TRAININGS or flags.get("arch") not in BACKBONES:
-        return {}
-    # A file of another author may lie beside a run of ours.
-    return flags if shapes(content) == backbone_shapes(flags["arch"]) else {}
+    beside = Path(path).with_name("args.json")
+    flags = read_json(beside) if beside.exists() else {}
+    ours = flags.get("script") in OUR_TRAININGS and shapes(content) == backbone_shapes(flags["arch"])
+    return flags if ours else {}  # a file of another author may lie beside a run of ours
 
 
 def make_folder(path):
@@ -995,12 +960,10 @@ def begin_run(args, *fingerprints):
     make_folder(args.output)
     path = f"{args.output}/checkpoint.pth"
     checkpoint = read_checkpoint(path) if os.path.exists(path) else {}
-    if checkpoint and "script" not in checkpoint:
-        fail(f"{path} is of no script of ours: choose another --output")
     earlier = checkpoint.get("args", vars(args))
-    if earlier.get("format") != FORMAT:
-        fail(f"{args.output} was written by an earlier version: it can be measured and captioned, "
-             "but not resumed. Choose another --output, or go on with `git checkout before-less`")
+    if checkpoint and "script" not in checkpoint or earlier.get("format") != FORMAT:
+        fail(f"{path} was written by an earlier version, or not by us: it can be measured and "
+             "captioned, but not resumed. Choose another --output, or `git checkout before-less`")
     if "lr" not in args.given:
         args.lr = earlier["lr"]  # read_init may have divided it, but does not when a run goes on
     for name, now in vars(args).items():
@@ -1017,24 +980,18 @@ def begin_run(args, *fingerprints):
     RUN["began"] = time.time() - seconds  # of the parts of an interrupted run
     save(path, vars(args) | circumstances() | {"seconds": seconds})
     barrier()
-    check_shared(args.output, checkpoint.get("iteration", 0), os.path.exists(path))
     learned_from = [item for item in vars(args).items() if item[0] not in RESUME_CAN_CHANGE]
-    if differ_among_processes(zlib.crc32(repr(sorted(learned_from)).encode())):
-        fail("the processes have different flags or data: start all nodes by the same command")
+    flags = zlib.crc32(repr(sorted(learned_from)).encode())
+    check_shared(args.output, checkpoint.get("iteration", 0), os.path.exists(path), flags)
     return checkpoint
 
 
 def check_shared(folder, *numbers):
-    """Fail if what the processes have found in --output differs: then nodes do not share it."""
-    if differ_among_processes(*numbers):
-        fail(f"--output {folder} is not the same folder on all nodes, or holds another state on "
-             "one of them: give a folder that they share")
-
-
-def differ_among_processes(*numbers):
-    """-> bool, the same in all processes"""
+    """Fail if these numbers differ among the processes, as when nodes do not share --output."""
     found = gather(torch.tensor([numbers]))
-    return world_size() > 1 and bool((found != found[:1]).any())
+    if (found != found[:1]).any():
+        fail(f"the processes find different things in --output {folder}, or have other flags or "
+             "data: start all nodes by the same command, with a folder that they share")
 
 
 def circumstances():
@@ -1117,10 +1074,10 @@ def iterations(done, iters):
     return progress(count(), initial=done, total=iters, unit=" its")
 
 
-def stop(number, frame):
+def stop(process, number, frame):
     """Ctrl-C and SIGTERM end the first process in one line, and all others silently."""
     signal.signal(number, signal.SIG_IGN)  # Slurm and torchrun both send one
-    if is_main():
+    if is_main() and os.getpid() == process:  # else it is a worker, which inherits this handler
         tqdm.write("")
         if "saved" in RUN:
             saved = f"the checkpoint is of {RUN['saved']}; the same command goes on from there"

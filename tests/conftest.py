@@ -102,8 +102,7 @@ REAL = {name: getattr(torchvision.models, name) for name in ("resnet18", "vgg16_
 WIDTH = 512 // 8
 torchvision.models.resnet18 = Narrow
 torchvision.models.vgg16_bn = NarrowVGG
-REAL_RESNET = common.BACKBONES["resnet18"]
-common.BACKBONES["resnet18"] = REAL_RESNET._replace(channels=WIDTH)
+common.BACKBONES["resnet18"] = WIDTH
 
 
 def photos_at(*paths):
@@ -389,7 +388,7 @@ def real_models(monkeypatch):
     """torchvision's: to learn something, and beside scripts in a Python of their own"""
     for name, build in REAL.items():
         monkeypatch.setattr(torchvision.models, name, build)
-    monkeypatch.setitem(common.BACKBONES, "resnet18", REAL_RESNET)
+    monkeypatch.setitem(common.BACKBONES, "resnet18", 512)
 
 
 @pytest.fixture
@@ -405,8 +404,7 @@ def easy_scenes(few_scenes, monkeypatch):
     few_scenes(2000, 300)
     monkeypatch.setattr(shapes, "objects_of", objects_of)
     monkeypatch.setattr(torchvision.models, "resnet18", Half)
-    half = REAL_RESNET._replace(channels=512 // Half.shrink)
-    monkeypatch.setitem(common.BACKBONES, "resnet18", half)
+    monkeypatch.setitem(common.BACKBONES, "resnet18", 512 // Half.shrink)
 
 
 @pytest.fixture(scope="session")

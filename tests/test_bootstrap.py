@@ -125,8 +125,7 @@ def folder(tmp_path_factory):
 def files(tmp_path, monkeypatch):
     """Two backbones of a small network"""
     monkeypatch.setattr(torchvision.models, "resnet18", REAL["resnet18"])
-    wide = common.BACKBONES["resnet18"]._replace(channels=512)
-    monkeypatch.setitem(common.BACKBONES, "resnet18", wide)
+    monkeypatch.setitem(common.BACKBONES, "resnet18", 512)
     for name in "AB":
         torch.manual_seed(ord(name))
         common.save_weights(tmp_path / f"{name}.pth", common.build_backbone("resnet18"))

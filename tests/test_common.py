@@ -195,7 +195,7 @@ def test_what_coco_files_leave_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"images": []', "captions_train.json is not JSON: Expecting"),
+        ('{"images": []', "is not in the layout of COCO: JSONDecodeError"),
         ('{"images": [], "annotations": []}', "no photo belongs to the split train: see"),
         ('{"images": []}', "is not in the layout of COCO: KeyError('annotations')"),
         ('["a.jpg"]', "is not in the layout of COCO: TypeError"),
@@ -634,21 +634,19 @@ def test_mirrored_labels(capsys):
     common.report_once.cache_clear()
     for _ in range(2):
         assert common.mirrored(names).tolist() == [2, 1, 0, 3, 5, 4, 6]
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("in mirrored photos 1 labels stay, which name a side")
-    assert said[0].endswith("['left lung']")
-    assert said[1:] == ["in mirrored photos 4 labels change sides: ['turn_left', 'turn_right']"]
-    assert common.mirrored(["left", 7]).tolist() == [0, 1]
-    assert "1 labels stay" in capsys.readouterr().out
+    assert capsys.readouterr().out == (
+        "in mirrored photos 4 labels change sides: ['turn_left', 'turn_right']; 1 name a side, but "
+        "stay, for want of the other: ['left lung']\n"
+    )
+    assert common.mirrored(["cleft", "bright", 7]).tolist() == [0, 1, 2]
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("names, expected", [
-    (["leftHand", "other", "rightHand"], [2, 1, 0]),
+    (["leftHand", "other", "Righthand"], [2, 1, 0]),
     (["RIGHT1", "LEFT1"], [1, 0]),
-    (["Left", "straight", "right"], [2, 1, 0]),
-    (["bright left lamp", "bright right lamp", "brleft"], [1, 0, 2]),
-    (["Left", "left", "right", "Right"], [3, 2, 1, 0]),
-    (["Left", "left", "right"], [0, 2, 1]),
+    (["bright left lamp", "bright right lamp", "brleft"], [0, 1, 2]),
+    (["Left", "left", "right"], [0, 1, 2]),
 ])
 def test_sides_within_words_of_labels(names, expected):
     """Of labels, unlike captions: the mirrored one is among them, so that it is no other word."""
@@ -797,8 +795,6 @@ def test_backbones_have_torchvision_s_names(arch):
     assert not wrong.unexpected_keys
     features = ours.eval()(torch.empty(2, 3, 64, 96, device="meta"))
     assert features.shape == (2, ours.channels, 2, 3)
-    norms = [isinstance(module, nn.BatchNorm2d) for module in ours.modules()]
-    assert common.BACKBONES[arch].batch_norm == any(norms)
 
 
 def test_blocks_that_start_as_identities():
@@ -923,22 +919,22 @@ def test_speed_and_waiting(tmp_path, monkeypatch):
     assert log.means() == {"loss": 2.0, "images_per_s": 4.0, "data_wait": 0.25}
 
 
-FORKS = """
+WORKER = """
 import os, signal, time, common
 common.init_distributed()
-for _ in range(5):
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(10)
-        os._exit(0)
-    os.kill(pid, signal.SIGTERM)
-    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-print("ended")
+read, write = os.pipe()
+pid = os.fork()
+if pid == 0:
+    os.write(write, b"1")
+    time.sleep(100)
+os.read(read, 1)
+os.kill(pid, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_a_worker_that_is_ended_while_it_is_forked():
-    """It ends at once. Else multiprocessing.Pool would wait for it forever."""
-    command = [sys.executable, "-c", FORKS]
+def test_a_worker_ends_silently():
+    """It inherits the handler that ends the first process in a line."""
+    command = [sys.executable, "-c", WORKER]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "ended\n", done.stderr
+    assert (done.stdout, done.stderr) == ("143\n", "")

@@ -176,16 +176,16 @@ def test_what_a_folder_refuses(tiny, tmp_path):
     run_here([*command, "--keep-every", 1])
     checkpoint, path = checkpoint_in(tmp_path), tmp_path / "checkpoint.pth"
     for name, other, message in (
-        ("lr", 0.2, "holds a run with lr 0.2, not 0.05: choose another --output"),
-        ("epochs", 3.0, "holds a run with epochs 3.0, not left out: choose another"),
-        ("script", "tp", "holds a run with script tp, not virtex"),
-        ("fingerprints", [0], "holds a run with other data (photos, captions, tags"),
-        ("format", None, "was written by an earlier version: it can be measured and captioned"),
+        ("lr", 0.2, " holds a run with lr 0.2, not 0.05: choose another --output"),
+        ("epochs", 3.0, " holds a run with epochs 3.0, not left out: choose another"),
+        ("script", "tp", " holds a run with script tp, not virtex"),
+        ("fingerprints", [0], " holds a run with other data (photos, captions, tags"),
+        ("format", None, "/checkpoint.pth was written by an earlier version, or not by us: it can"),
     ):
         torch.save({**checkpoint, "args": {**checkpoint["args"], name: other}}, path)
-        assert f"{tmp_path} {message}" in refusal(command)
+        assert f"{tmp_path}{message}" in refusal(command)
     torch.save({"model": {}, "args": argparse.Namespace(lr=0.1)}, path)
-    assert f"{path} is of no script of ours: choose another --output" in refusal(command)
+    assert f"{path} was written by an earlier version, or not by us" in refusal(command)
     torch.save(checkpoint, path)
     path.write_bytes(path.read_bytes()[:900])
     assert f"{path} is cut off, or holds more than" in refusal(command)
@@ -238,13 +238,13 @@ def test_nodes_that_do_not_share_the_folder(tiny, tmp_path, monkeypatch):
         return refusal(command)
 
     for message in in_two_processes(start):
-        assert "--output run is not the same folder on all nodes" in message
+        assert "error: the processes find different things in --output run, or have" in message
     monkeypatch.chdir(tmp_path / "0")
     run_here(command)
     shutil.copytree(tmp_path / "0/run", tmp_path / "1/run", dirs_exist_ok=True)
     (tmp_path / "1/run/checkpoint.pth").unlink()
     for message in in_two_processes(start):
-        assert "--output run is not the same folder on all nodes" in message
+        assert "error: the processes find different things in --output run, or have" in message
 
 
 def test_nodes_with_other_flags(tiny, tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ def test_nodes_with_other_flags(tiny, tmp_path, monkeypatch):
         return refusal(tiny("virtex", "run", "--iters", 2, "--lr", rate))
 
     for message in in_two_processes(start):
-        assert "the processes have different flags or data" in message
+        assert "have other flags or data: start all nodes by the same command" in message
 
 
 def test_a_full_disk_and_another_amp(tiny, tmp_path):
@@ -379,7 +379,7 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
     assert {*others} == {*map(args.get, RATES_OF_NEW_LAYERS[script])}
     code, printed = run_copy(tmp_path, f"{script}.py", "--data", "shapes")
     assert code == 1
-    assert "error: extras is missing: copy our folder extras beside the script" in printed
+    assert "error: the folder extras is missing: copy it beside the script" in printed
 
 
 @every_script

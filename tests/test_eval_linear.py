@@ -33,8 +33,7 @@ from extras import folders, layers, shapes, svm
 def real_resnet():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchvision.models, "resnet18", REAL["resnet18"])
-        wide = common.BACKBONES["resnet18"]._replace(channels=512)
-        patch.setitem(common.BACKBONES, "resnet18", wide)
+        patch.setitem(common.BACKBONES, "resnet18", 512)
         yield
 
 
@@ -935,9 +934,9 @@ def test_in_a_copy(files, folder, tmp_path):
     [copied], [here] = (result(tmp_path / x)["backbones"].values() for x in ("copied", "here"))
     assert copied["mean"] == pytest.approx(here["mean"])
     ended = run_script(*command(tmp_path, folder, flags), cwd=tmp_path)
-    assert ended.returncode == 1 and "copy our folder extras beside the script" in ended.stderr
+    assert ended.returncode == 1 and "the folder extras is missing: copy it beside the script" in ended.stderr
     ended = run_script(*script[:3], "random", *script[3:], cwd=tmp_path)  # two are compared
-    assert ended.returncode == 1 and "copy our folder extras beside the script" in ended.stderr
+    assert ended.returncode == 1 and "the folder extras is missing: copy it beside the script" in ended.stderr
     assert "seed 0" not in ended.stdout
 
 

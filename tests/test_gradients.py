@@ -87,8 +87,7 @@ def train(coco_folder, tiny_lm, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torchvision.models, "vgg16_bn", vgg16_bn)
     monkeypatch.setattr(torchvision.models, "VGG", vgg)
-    narrow = common.BACKBONES["vgg16_bn"]._replace(channels=64)
-    monkeypatch.setitem(common.BACKBONES, "vgg16_bn", narrow)
+    monkeypatch.setitem(common.BACKBONES, "vgg16_bn", 64)
 
     def train(script, flags):
         module = importlib.import_module(script)
