@@ -19,9 +19,9 @@ Where the paper is:
 
     Eq. 1, clusters of caption vectors     cluster_labels, embed_captions
     Eq. 2, softmax over all labels         label_loss, tag_loss
-    TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, make_labels
-    TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
+    TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, postag_labels
     module tp of Fig. 2                    tag_head
+    TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; annotated_labels
     rotations, recipes [App. F.1]          four_rotations; FLAGS, VGG16, ROTATION
 
 What to expect: the loss starts near ln K for K labels (0.7 K for topics) and soon reaches the loss
@@ -91,8 +91,8 @@ FLAGS = {
     "max_words":         (25,          25,          25,                  "int > 0",
         "longer captions are left out [Sec. 4]; raise it for reports"),
     "lm":                ("scratch",   "scratch",   "bert-base-uncased", str,
-        "for --labels cluster: a BERT from the hub or a folder, or scratch, which trains a "
-        "small one on the captions first [Sec. 3.1: BERT-base; uncased: ours]"),
+        "BERT of --labels cluster, from the hub or a folder; scratch trains a small one first "
+        "[Sec. 3.1: BERT-base; uncased: ours]"),
     "lm_iters":          (400,         2000,        20_000,              "int > 0",
         "iterations of training --lm scratch; raise them with the captions [ours]"),
     # Model and optimisation

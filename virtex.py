@@ -320,6 +320,7 @@ class CaptionedPhotos(common.Photos):
         self.num_outputs = tokenizer.get_piece_size()
 
     def sample(self, index, rng):
+        """-> image uint8 (size, size, 3), jitter (4,), text: the tokens of a caption"""
         sample, flipped = self.photo(index, rng)
         captions = self.data.captions[index]
         caption = rng.choice(captions) if rng else captions[index % len(captions)]
