@@ -316,18 +316,6 @@ def test_scores():
     assert tp.tag_scores(np.eye(4)[[0, 1, 2, 2]], np.eye(4), "rotation") == {"top1": 75.0}
 
 
-@pytest.mark.parametrize("decimals", (0, 1, 9))  # many ties, some, none
-def test_average_precision_is_that_of_scikit_learn(decimals):
-    """To 1e-9, also for a label that all photos have, and if all scores are equal"""
-    rng = np.random.default_rng(decimals)
-    for share in (0.02, 0.3, 1.0):
-        scores = rng.normal(size=300).round(decimals).astype(np.float32)
-        right = rng.random(300) < share
-        right[7] = True
-        for given in (scores, np.zeros(300, np.float32)):
-            expected = average_precision_score(right, given)
-            assert tp.average_precision(given, right) == pytest.approx(expected, abs=1e-9)
-
 
 @pytest.mark.parametrize("labels", tp.LABELS)
 def test_every_label_set_learns(labels, tiny, coco_folder, tmp_path):
