@@ -281,57 +281,6 @@ def mirrored(names):
     return becomes
 
 
-def check_tokenizer(tokenizer, captions, name):
-    """check_known; and say so if a tokenizer does not read captions as its tokenizer.json says.
-
-    Of a BertTokenizer's file, transformers 5 takes the vocabulary alone; without a setting in
-    tokenizer_config.json, it writes all words in lower case.  name: of the model, for the message
-    """
-    from huggingface_hub import try_to_load_from_cache  # only here: most runs have no such model
-    from tokenizers import Tokenizer
-
-    check_known(tokenizer, captions, name)
-    path = f"{tokenizer.name_or_path}/tokenizer.json"
-    if tokenizer.name_or_path and not os.path.isdir(tokenizer.name_or_path):  # on the hub
-        path = try_to_load_from_cache(tokenizer.name_or_path, "tokenizer.json")
-    if not isinstance(path, str) or not os.path.exists(path):
-        return
-    own = Tokenizer.from_file(path)
-    own.no_truncation()
-    for caption in captions[:: 1 + len(captions) // 100]:
-        read, expected = tokenizer.tokenize(caption), own.encode(caption, add_special_tokens=False)
-        if read != expected.tokens:
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens_map}
-            print_main(f"{name} reads {caption!r} as {read}, but tokenizer.json says "
-                       f"{expected.tokens}. If the model was trained on the latter, write into "
-                       f"tokenizer_config.json {json.dumps(config)}")
-            return
-
-
-def limit_tokens(tokenizer, config):
-    """A folder may not say how many tokens its model can read: no more than it has positions."""
-    positions = config.max_position_embeddings
-    if "roberta" in config.model_type:  # numbers them from there
-        positions -= config.pad_token_id + 1
-    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
-
-
-def check_known(tokenizer, captions, name):
-    """Fail if a vocabulary that was not learned from the captions lacks half of their tokens.
-
-    tokenizer: of transformers.  name: of the model, for the message. It warns from 5% on.
-    """
-    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-    rows = tokenizer(some, add_special_tokens=False)["input_ids"]
-    tokens = [token for row in rows for token in row]
-    unknown = tokens.count(tokenizer.unk_token_id) / max(1, len(tokens))
-    share = f"{unknown:.0%} of the captions' tokens are unknown to {name}"
-    if unknown >= 0.5:
-        fail(f"{share}: it has learned from texts with other words or letters")
-    if unknown >= 0.05:
-        print_main(f"{share}, which cannot tell them apart")
-
-
 # ----------------------------------------------------------------------------- photos to batches
 
 NO_JITTER = np.float32([1, 1, 1, 0])  # factors of brightness, contrast and saturation; hue

@@ -40,10 +40,7 @@ docs/logs/icmlm for a run.
 """
 
 import math
-import os
 import time
-import zlib
-from array import array
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
@@ -204,10 +201,6 @@ def main(args):
         common.extra("small_bert").make_language_model(lm_name, args, train, device)
     common.barrier()
     tokenizer, lm = load_language_model(lm_name, device, args.amp)
-    teacher = checksum(lm)
-    if checkpoint and checkpoint["teacher"] != teacher:
-        fail(f"{args.output} holds a run with another language model than {lm_name}: choose "
-             "another --output, or delete the folder to start over")
     if common.is_main() and not checkpoint:
         make_triplets(args, (train, val), tokenizer)  # once, for all processes
     common.barrier()
@@ -240,7 +233,7 @@ def main(args):
 
     batches = common.train_batches(triplets, collate, args, device, done)
     log = common.Log(args, checkpoint)
-    more = {"concepts": concepts, "teacher": teacher}  # for downstream/masked_words.py
+    more = {"concepts": concepts}  # for downstream/masked_words.py
     bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: warm-up [ours], then cosine decay or steps [App. F.1]
@@ -308,11 +301,6 @@ def freeze_backbone(model, frozen):
 
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-WHO_TAGGED = {  # said where only nouns are kept
-    "textblob": "TextBlob says which words are nouns, and mistakes some for verbs, for example "
-    "bear and sink; the paper used spaCy (--tagger spacy)",
-    "spacy": "spaCy says which words are nouns, as in the paper",
-}
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
@@ -420,15 +408,17 @@ def top_concepts(counts, pos, num_concepts):
 
 def make_triplets(args, splits, tokenizer):
     """Write what is found in the captions into --output.  splits: CaptionData of train and val"""
+    if args.pos == "nn" and args.tagger == "textblob":
+        print_main("TextBlob says which words are nouns, and mistakes some for verbs, for example "
+                   "bear and sink; the paper used spaCy (--tagger spacy)")
     if args.lm != "scratch":
-        common.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
+        language = common.extra("language")
+        language.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])
     counts = count_concepts(splits[0].all_captions(), args.tagger)
     common.save(f"{args.output}/concepts.json", counts)
-    if args.pos == "nn":
-        print_main(WHO_TAGGED[args.tagger])
     concepts = top_concepts(counts, args.pos, args.num_concepts)
     triplets = [find_triplets(data, concepts, tokenizer) for data in splits]
     with common.writing(f"{args.output}/triplets.npz") as file:
@@ -455,45 +445,38 @@ def find_triplets(data, concepts, tokenizer):
     concept. "shirt" cannot be masked in "t-shirt", which is one word of several tokens.
     """
     index = {concept: k for k, concept in enumerate(concepts)}
-    find = partial(triplets_of, index=index, tokenizer=tokenizer)
-    triplets = array("i")
-    occurrences = 0  # of all concepts, also as several tokens
+    find = partial(find_concepts, index=index, tokenizer=tokenizer)
     rows = list(enumerate(data.captions))
-    for found, number in common.on_all_cores(find, rows, "triplets"):
-        triplets.extend(found)
-        occurrences += number
-    if not triplets:
+    found = np.concatenate(list(common.on_all_cores(find, rows, "triplets")))
+    triplets = found[found[:, 2] >= 0]
+    if not len(triplets):
         fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
-    triplets = np.array(triplets).reshape(-1, 4)
-    if len(triplets) < occurrences / 2:
-        print_main(f"only {len(triplets)} of {occurrences} words to mask are single tokens of the "
+    if len(triplets) < len(found) / 2:
+        print_main(f"only {len(triplets)} of {len(found)} words to mask are single tokens of the "
                    "language model, and the others are left out: is it one for these captions?")
     return triplets
 
 
-def triplets_of(rows, index, tokenizer):
-    """rows: (photo, its captions).  index: {concept: its number} -> triplets in one array, the
-    number of concepts that the captions hold
+def find_concepts(rows, index, tokenizer):
+    """As find_triplets, but for all concepts: the position is -1 if a concept is not one token
+
+    rows: (photo, its captions).  index: {concept: its number}
     """
-    triplets = array("i")
-    occurrences = 0
+    found = []
     for photo, captions in rows:
         for n, caption in enumerate(captions):
             encoded = tokenizer(caption, return_offsets_mapping=True)
-            positions = {}
+            positions = {}  # of the tokens, by their spans
             for t, (start, end) in enumerate(encoded["offset_mapping"]):
-                # Some tokenizers count the space before a word as a part of its token.
-                space = len(caption[start:end]) - len(caption[start:end].lstrip())
-                positions[start + space, end] = t
+                if encoded["input_ids"][t] != tokenizer.unk_token_id:
+                    word = caption[start:end].lstrip()  # the space before it may be in its token
+                    positions[end - len(word), end] = t
             for match in WORD.finditer(caption):
-                concept = index.get(match[0].lower())
-                if concept is None:
-                    continue
-                occurrences += 1
-                t = positions.get(match.span())
-                if t is not None and encoded["input_ids"][t] != tokenizer.unk_token_id:
-                    triplets.extend((photo, n, t, concept))
-    return triplets, occurrences
+                word = match[0].lower()
+                if word in index:
+                    t = positions.get(match.span(), -1)
+                    found.append((photo, n, t, index[word]))
+    return np.array(found, np.int32).reshape(-1, 4)
 
 
 class MaskedWords(common.Photos):
@@ -538,8 +521,8 @@ def collate(samples):
     rows = [sample.pop("tokens") for sample in samples]
     batch = default_collate(samples)
     batch["tokens"] = pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
-    batch["attention_mask"] = torch.arange(lengths.max()) < lengths[:, None]
+    visible = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    batch["attention_mask"] = pad_sequence(visible, batch_first=True)
     return batch
 
 
@@ -548,35 +531,12 @@ def collate(samples):
 
 def load_language_model(name, device, amp):
     """name: a BERT or RoBERTa, on the hub or in a folder -> tokenizer, LanguageModel"""
-    import huggingface_hub  # only here: they take seconds, and --help needs none
-    import transformers
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    kind = "a BERT or RoBERTa with its head for masked tokens"
-    try:
-        if not os.path.isdir(name):  # asks once; transformers would ask for a minute
-            huggingface_hub.snapshot_download(name, allow_patterns="config.json")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model, report = transformers.AutoModelForMaskedLM.from_pretrained(
-            name, attn_implementation="sdpa", output_loading_info=True
-        )
-    except huggingface_hub.errors.LocalEntryNotFoundError:
-        fail(f"--lm {name} is not a folder, and the hub (huggingface.co) cannot be reached")
-    except (OSError, ValueError):
-        fail(f"--lm {name}: give {kind}, on the hub or in a folder, or scratch")
-    missing = sorted(report["missing_keys"])
-    if missing or not (hasattr(model, "cls") or hasattr(model, "lm_head")):
-        fail(f"--lm {name} is not {kind}, but {type(model).__name__} without {missing[:3]}")
-    common.limit_tokens(tokenizer, model.config)
-    model.float().to(device)  # transformers 5 keeps half precision
-    return tokenizer, LanguageModel(model, amp)
-
-
-def checksum(lm):
-    """Of its token embeddings: the weights of LanguageModel are in no checkpoint"""
-    return zlib.crc32(lm.token_embeddings.cpu().numpy().tobytes())
+    language = common.extra("language")
+    tokenizer, _ = language.load_tokenizer(name)
+    model = language.load_model(name, "AutoModelForMaskedLM", attn_implementation="sdpa")
+    if not (hasattr(model, "cls") or hasattr(model, "lm_head")):
+        fail(f"--lm {name} is a {type(model).__name__}, not a BERT or RoBERTa")
+    return tokenizer, LanguageModel(model.to(device), amp)
 
 
 class LanguageModel(nn.Module):
@@ -823,11 +783,13 @@ def validate(model, lm, triplets, args, device, num_triplets):
             features = model.backbone(common.augment(batch["image"])).float()
         # From here on in float32, because in half precision many tokens tie for the best.
         another_photo = features.roll(1, 0)  # that of the previous triplet; their order is random
-        logits = {}
-        for name, x in (("with the photo", features), ("with another photo", another_photo)):
-            vector = model.head(x, W, mask, mask_pos)
-            logits[name] = model.head.scores(vector, lm)
-        logits["language model alone"] = lm.mlm_head(at_mask(W, mask_pos))
+        vector = model.head(features, W, mask, mask_pos)
+        another_vector = model.head(another_photo, W, mask, mask_pos)
+        logits = {
+            "with the photo": model.head.scores(vector, lm),
+            "with another photo": model.head.scores(another_vector, lm),
+            "language model alone": lm.mlm_head(at_mask(W, mask_pos)),
+        }
         ratio = len(target) / len(chosen)
         mlm += ratio * F.cross_entropy(logits["with the photo"], target).item()
         tp += ratio * tag_loss(model.tags(features), batch["tags"]).item()

@@ -43,7 +43,6 @@ import math
 import os
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -224,7 +223,8 @@ def main(args):
     encoders = build_encoders(args, config, bn_group)
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
-        load_pretrained(encoders["caption"].trunk.bert, pretrained)
+        bert = common.extra("language").load_model(pretrained, "AutoModel")
+        encoders["caption"].trunk.bert.load_state_dict(bert.state_dict())
     if init:
         backbone.load_state_dict(init)  # before the momentum encoders copy it
     model = MultimodalContrastive(encoders, queue_size, num_tags)
@@ -245,7 +245,6 @@ def main(args):
                "ic": args.lambda_ic, "ci": args.lambda_ci}
     batches = common.train_batches(photos, partial(collate, tokenizer), args, device, done)
     log = common.Log(args, checkpoint)
-    more = {}  # the caption encoder's tokenizer is in OUTPUT/caption_model
     bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: cosine [Sec. 4.1] or MoCo v1's steps; per iteration, not per epoch [ours]
@@ -291,8 +290,7 @@ def main(args):
         last = iteration == iters
         validating = last or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
-            row = {**log.means(), "lr": args.lr * decay}
-            row["text_lr"] = args.text_lr * decay
+            row = {**log.means(), "lr": args.lr * decay, "text_lr": args.text_lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
                 print_main(f"validation after {iteration:,} of {iters:,} iterations:")
@@ -301,7 +299,7 @@ def main(args):
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        common.save_if_due(args, iteration, state, more, validating)
+        common.save_if_due(args, iteration, state, validated=validating)
 
     common.end_run(args, backbone, 'search "TEXT"')
 
@@ -541,68 +539,30 @@ def load_caption_model(args, checkpoint, train, device):
     """-> BERT's tokenizer, its configuration, and where its weights are (None: random)"""
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
-    folder = Path(args.output, "caption_model")
+    language = common.extra("language")
+    folder = f"{args.output}/caption_model"
     captions = train.all_captions()
-    small = args.lm == "scratch" and (args.lm_layers or args.lm_iters)
     if common.is_main() and not checkpoint:  # once, for all processes and a run that resumes
-        if small:
+        if args.lm == "scratch" and (args.lm_layers or args.lm_iters):
             common.extra("small_bert").make_caption_model(folder, args, captions, device)
         else:  # "Ours (scratch)" of Tab. 1 has BERT's configuration and tokenizer
             source = "bert-base-uncased" if args.lm == "scratch" else args.lm
-            tokenizer, config = read_caption_model(source)
-            common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
+            tokenizer, config = language.load_tokenizer(source, model_max_length=MAX_TOKENS)
+            language.check_tokenizer(tokenizer, captions, f"--lm {source}")
             tokenizer.save_pretrained(folder)
             config.save_pretrained(folder)
     common.barrier()
-    tokenizer, config = read_caption_model(folder)
-    if args.lm == "scratch":
-        config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
+    tokenizer, config = language.load_tokenizer(folder)
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     rows = tokenizer(some, add_special_tokens=False)["input_ids"]
     longest = tokenizer.model_max_length
     cut = sum(len(row) > longest - 2 for row in rows)  # [CLS] and [SEP] are added
     if cut > 0.01 * len(some):
         print_main(f"{cut} of {len(some)} captions are cut at {longest} tokens")
-    if args.lm == "scratch":
-        return tokenizer, config, folder if args.lm_iters else None
-    return tokenizer, config, args.lm
-
-
-def read_caption_model(source):
-    """source: a name on the hub, or a folder -> tokenizer, configuration"""
-    import huggingface_hub  # only here: they take seconds, and MoCo needs none
-    import transformers
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        if not os.path.isdir(source):  # asks once; transformers would ask for a minute
-            huggingface_hub.snapshot_download(source, allow_patterns="config.json")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, model_max_length=MAX_TOKENS, padding_side="right"
-        )
-        config = transformers.AutoConfig.from_pretrained(source)
-    except huggingface_hub.errors.LocalEntryNotFoundError:
-        fail(f"--lm {source} is not a folder, and the hub (huggingface.co) cannot be reached")
-    except (OSError, ValueError):
-        fail(f"--lm {source}: give a BERT, on the hub or in a folder, or scratch")
-    common.limit_tokens(tokenizer, config)
-    return tokenizer, config
-
-
-def load_pretrained(bert, source):
-    """Start from the weights of `source`. A missing pooler is drawn at random, and learns here."""
-    from transformers import AutoModel
-
-    try:
-        pretrained, report = AutoModel.from_pretrained(source, output_loading_info=True)
-    except OSError as error:  # such as a folder without weights, of an unfinished run of ours
-        fail(f"--lm {source} has no weights that can be read: {error}")
-    missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
-    if missing:
-        print_main(f"{source} lacks {len(missing)} tensors, drawn at random now: {missing[0]}...")
-    bert.load_state_dict(pretrained.state_dict())
+    if args.lm != "scratch":
+        return tokenizer, config, args.lm
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
+    return tokenizer, config, folder if args.lm_iters else None
 
 
 # ---------------------------------------------------------- queries, momentum encoders and queues

@@ -30,7 +30,6 @@ at least ln n. If the validation scores stall near those of the frequencies, tra
 predict fewer labels (--num-labels, --pos nn). A finished run is in docs/logs/tp.
 """
 
-import os
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -262,11 +261,6 @@ def main(args):
 
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-WHO_TAGGED = {  # said where only nouns are kept
-    "textblob": "TextBlob says which words are nouns, and mistakes some for verbs, for example "
-    "bear and sink; the paper used spaCy (--tagger spacy)",
-    "spacy": "spaCy says which words are nouns, as in the paper",
-}
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
@@ -389,8 +383,9 @@ def postag_labels(args, splits, device):
     splits = [filter_captions(data, words_of, args.max_words) for data in splits]
     counts = count_concepts(splits[0].all_captions(), args.tagger)
     common.save(f"{args.output}/concepts.json", counts)
-    if args.pos == "nn":
-        print_main(WHO_TAGGED[args.tagger])
+    if args.pos == "nn" and args.tagger == "textblob":
+        print_main("TextBlob says which words are nouns, and mistakes some for verbs, for "
+                   "example bear and sink; the paper used spaCy (--tagger spacy)")
     names = list(top_concepts(counts, args.pos, args.num_labels))
     vectorizer = CountVectorizer(analyzer=words_of, vocabulary=names, binary=True)
     return names, [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
@@ -408,12 +403,14 @@ def cluster_labels(args, splits, device):
             lm, splits[0].all_captions(), args.lm_iters, args.seed, device, args.amp,
             max_words=args.max_words,
         )
-    tokenizer, bert = load_bert(lm, device)
+    language = common.extra("language")
+    tokenizer, _ = language.load_tokenizer(lm)
+    bert = language.load_model(lm, "AutoModel").to(device)  # without its head
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # [CLS] and [SEP] are added
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     captions = splits[0].all_captions()
     if args.lm != "scratch":
-        common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
+        language.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.
@@ -428,30 +425,6 @@ def cluster_labels(args, splits, device):
         clusters = np.split(kmeans.predict(points), ends[:-1])  # of each photo's captions
         labels.append(multi_hot(clusters, range(k)))
     return names, labels
-
-
-def load_bert(lm, device):
-    """lm: on the hub or in a folder -> tokenizer, BERT without its head; its pooler is not used"""
-    import huggingface_hub  # only here, because they take seconds, and most runs need no BERT
-    import transformers
-
-    transformers.logging.set_verbosity_error()  # no report of what is loaded, and no bars
-    transformers.logging.disable_progress_bar()
-    try:
-        if not os.path.isdir(lm):  # this asks the hub once; transformers would ask for a minute
-            huggingface_hub.snapshot_download(lm, allow_patterns="config.json")
-        # The vector of the first token must be that of [CLS], not of padding.
-        tokenizer = transformers.AutoTokenizer.from_pretrained(lm, padding_side="right")
-        bert, report = transformers.AutoModel.from_pretrained(lm, output_loading_info=True)
-    except huggingface_hub.errors.LocalEntryNotFoundError:
-        fail(f"--lm {lm} is not a folder, and the hub (huggingface.co) cannot be reached")
-    except (OSError, ValueError):
-        fail(f"--lm {lm} is not a BERT: give one from the hub, a folder with one, or scratch")
-    missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
-    if missing:
-        fail(f"--lm {lm} lacks weights: {sorted(missing)[:3]}")
-    common.limit_tokens(tokenizer, bert.config)
-    return tokenizer, bert.float().to(device).eval()  # transformers 5 keeps the file's precision
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ class Model:
         if named:
             print_main(f"the model does not know every word of {', '.join(named[:20])} "
                        f"({len(named)} of {len(texts)})")
-        common.check_known(self.tokenizer, texts, "the model")
+        common.extra("language").check_known(self.tokenizer, texts, "the model")
         split = [x for n, x in enumerate(texts) if len(rows[n]) > len({*encoded.word_ids(n)})]
         if split:
             print_main(f"the model knows only pieces of some words of {', '.join(split[:20])} "
@@ -115,7 +115,7 @@ def load_encoders(path):
     folder = Path(path).parent / "caption_model"
     if not folder.is_dir():
         fail(f"there is no folder {folder}, which training writes: copy it with {path}")
-    tokenizer, bert_config = mmcontrastive.read_caption_model(folder)
+    tokenizer, bert_config = common.extra("language").load_tokenizer(folder)
     encoders = mmcontrastive.build_encoders(trained, bert_config)
     state = content["model"].items()
     queries = {name: value for name, value in state if name.startswith("queries.")}

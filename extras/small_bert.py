@@ -37,12 +37,8 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_w
     if max_words and min(len(caption.split()) for caption in captions) > max_words:
         fail(f"all captions have more than {max_words} words: raise --max-words")
     print_main(f"first, a small BERT is trained on the captions: {iters} iterations (--lm-iters)")
-    max_length = max(MAX_LENGTH, max_words + 2)
+    max_length = max(MAX_LENGTH, max_words + 2)  # longer captions are cut
     tokenizer = train_tokenizer(captions, max_length)
-    lengths = [len(tokens) for tokens in tokenizer(captions[:10_000])["input_ids"]]
-    cut = np.mean(np.array(lengths) > max_length)
-    if cut > 0.01:
-        print_main(f"{100 * cut:.0f}% of the captions are cut at {max_length} tokens")
     masking = transformers.DataCollatorForLanguageModeling(tokenizer)  # 15%, split 80/10/10
     special_ids = torch.tensor(tokenizer.all_special_ids)
     torch.manual_seed(seed)

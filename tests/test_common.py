@@ -245,30 +245,6 @@ def test_a_url_is_no_data():
         one_split("https://a.org/0.tar")
 
 
-class Vocabulary:
-    """A tokenizer that knows no word with an x"""
-
-    unk_token_id = 7
-
-    def __call__(self, texts, add_special_tokens):
-        rows = [[7 if "x" in word else 1 for word in text.split()] for text in texts]
-        return {"input_ids": rows}
-
-
-@pytest.mark.parametrize("unknown, said", [(0, False), (4, False), (5, True), (49, True)])
-def test_unknown_tokens_are_counted(unknown, said, capsys):
-    captions = ["x"] * unknown + ["a b"] * ((100 - unknown) // 2) + ["a"] * ((100 - unknown) % 2)
-    common.check_known(Vocabulary(), captions, "--lm bert")
-    common.check_known(Vocabulary(), [], "--lm bert")
-    expected = f"{unknown}% of the captions' tokens are unknown to --lm bert, which"
-    assert (expected in capsys.readouterr().out) == said
-
-
-def test_words_that_a_model_does_not_know():
-    with pytest.raises(SystemExit, match="^error: 50% of the captions' tokens are unknown to me: "):
-        common.check_known(Vocabulary(), ["x a"] * 50, "me")
-
-
 def test_the_log_of_a_run_that_goes_on(tmp_path):
     """It keeps the lines up to the checkpoint; those behind it, and half a line, are gone."""
     path = tmp_path / "metrics.jsonl"

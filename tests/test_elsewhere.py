@@ -10,10 +10,8 @@ import pytest
 import torch
 import torchvision
 import transformers
-from conftest import ROOT, finished, run_here, run_script
+from conftest import ROOT, finished, run_script
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 import common
 import eval_linear
@@ -162,39 +160,3 @@ def test_clip_and_what_is_none(tmp_path, capfd):
         eval_linear.load_backbone(f"clip:{tmp_path}/Siglip", None, 0)
     with pytest.raises(SystemExit, match=f"clip:{tmp_path} cannot be read: give a folder with"):
         eval_linear.load_backbone(f"clip:{tmp_path}", None, 0)
-
-
-@pytest.fixture(scope="module")
-def short_lm(tiny_lm, tmp_path_factory):
-    """A BERT of 12 positions whose tokenizer does not say so"""
-    folder = tmp_path_factory.mktemp("lm")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_lm)
-    words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    (folder / "vocab.txt").write_text("\n".join(words))
-    sizes = {**SMALL, "vocab_size": len(words), "max_position_embeddings": 12}
-    transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("script, flags", [
-    ("tp", "--labels cluster --num-labels 4 --max-words 40"),
-    ("icmlm", "--max-words 40"),
-    ("mmcontrastive", ""),
-])
-def test_captions_longer_than_a_language_model_can_read(script, flags, tiny, short_lm, tmp_path):
-    command = tiny(script, tmp_path / "run", *flags.split(), "--iters", 1, "--lm", short_lm)
-    printed = run_here(command)
-    assert re.search("they do not have 3 to 10 words|are cut at 12 tokens", printed)
-
-
-def test_positions_of_a_roberta():
-    """Its first positions stand for padding."""
-    config = transformers.RobertaConfig(max_position_embeddings=14, pad_token_id=1)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel()))
-    common.limit_tokens(tokenizer, config)
-    ids = torch.zeros(1, tokenizer.model_max_length, dtype=torch.long)
-    sizes = {**SMALL, "vocab_size": 9, "max_position_embeddings": 14, "pad_token_id": 1}
-    model = transformers.RobertaModel(transformers.RobertaConfig(**sizes))
-    assert tokenizer.model_max_length == 12 and model(ids).last_hidden_state.shape == (1, 12, 32)
-    with pytest.raises((IndexError, RuntimeError)):
-        model(torch.zeros(1, 13, dtype=torch.long))

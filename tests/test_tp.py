@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ from sklearn.metrics import average_precision_score
 from torch import nn
 
 import common
-import mmcontrastive
 import tp
 from downstream.pictures import photo_files
 from eval_linear import CentralSquares
@@ -133,22 +131,6 @@ def test_tag_heads():
 )
 def test_how_many_labels(flags, number):
     assert tp.get_args(flags.split()).num_labels == number
-
-
-def test_caption_vectors_do_not_depend_on_padding(tiny_lm, tmp_path):
-    """Also if the tokenizer's files say that padding comes first, as those of GPT do."""
-    folder = tmp_path / "lm"
-    shutil.copytree(tiny_lm, folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
-    tokenizer.save_pretrained(folder)
-    assert transformers.AutoTokenizer.from_pretrained(folder).padding_side == "left"
-    texts = ["dog", "a dog and a cat on a table"]
-    tokenizer, bert = tp.load_bert(str(folder), "cpu")
-    together = tp.embed_captions(tokenizer, bert, texts, "off")
-    alone = [tp.embed_captions(tokenizer, bert, [text], "off")[0] for text in texts]
-    np.testing.assert_allclose(together, alone, atol=1e-5)
-    [tokens, mask] = mmcontrastive.tokenize(mmcontrastive.read_caption_model(folder)[0], texts)
-    assert mask[:, 0].all() and not mask[0, -1]
 
 
 @torch.no_grad()
