@@ -277,7 +277,7 @@ def mirrored(names):
     alone = {str(name) for name in names if swap_left_right(str(name)) != str(name)} - {*swapped}
     if is_main() and (swapped or alone):
         report_once(f"in mirrored photos {len(swapped)} labels change sides: {swapped[:2]}; "
-                    f"{len(alone)} name a side, but stay, for want of the other: {sorted(alone)[:2]}")
+                    f"{len(alone)} name a side that has no counterpart: {sorted(alone)[:2]}")
     return becomes
 
 
@@ -846,8 +846,10 @@ def flags_of(path):
         return content["args"]
     beside = Path(path).with_name("args.json")
     flags = read_json(beside) if beside.exists() else {}
-    ours = flags.get("script") in OUR_TRAININGS and shapes(content) == backbone_shapes(flags["arch"])
-    return flags if ours else {}  # a file of another author may lie beside a run of ours
+    if flags.get("script") not in OUR_TRAININGS:
+        return {}
+    # A file of another author may lie beside a run of ours.
+    return flags if shapes(content) == backbone_shapes(flags["arch"]) else {}
 
 
 def make_folder(path):

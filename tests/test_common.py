@@ -611,8 +611,8 @@ def test_mirrored_labels(capsys):
     for _ in range(2):
         assert common.mirrored(names).tolist() == [2, 1, 0, 3, 5, 4, 6]
     assert capsys.readouterr().out == (
-        "in mirrored photos 4 labels change sides: ['turn_left', 'turn_right']; 1 name a side, but "
-        "stay, for want of the other: ['left lung']\n"
+        "in mirrored photos 4 labels change sides: ['turn_left', 'turn_right']; 1 name a side that "
+        "has no counterpart: ['left lung']\n"
     )
     assert common.mirrored(["cleft", "bright", 7]).tolist() == [0, 1, 2]
     assert not capsys.readouterr().out

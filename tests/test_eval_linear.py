@@ -934,9 +934,9 @@ def test_in_a_copy(files, folder, tmp_path):
     [copied], [here] = (result(tmp_path / x)["backbones"].values() for x in ("copied", "here"))
     assert copied["mean"] == pytest.approx(here["mean"])
     ended = run_script(*command(tmp_path, folder, flags), cwd=tmp_path)
-    assert ended.returncode == 1 and "the folder extras is missing: copy it beside the script" in ended.stderr
+    assert ended.returncode == 1 and "the folder extras is missing: copy it" in ended.stderr
     ended = run_script(*script[:3], "random", *script[3:], cwd=tmp_path)  # two are compared
-    assert ended.returncode == 1 and "the folder extras is missing: copy it beside the script" in ended.stderr
+    assert ended.returncode == 1 and "the folder extras is missing: copy it" in ended.stderr
     assert "seed 0" not in ended.stdout
 
 
