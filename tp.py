@@ -19,9 +19,9 @@ Where the paper is:
 
     Eq. 1, clusters of caption vectors     cluster_labels, embed_captions
     Eq. 2, softmax over all labels         label_loss, tag_loss
-    TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, make_labels
-    TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
+    TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, postag_labels
     module tp of Fig. 2                    tag_head
+    TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; annotated_labels
     rotations, recipes [App. F.1]          four_rotations; FLAGS, VGG16, ROTATION
 
 What to expect: the loss starts near ln K for K labels (0.7 K for topics) and soon reaches the loss
@@ -83,7 +83,7 @@ FLAGS = {
     "labels":            ("postag",    "postag",    "postag",            LABELS,
         "what is predicted [Sec. 3.1, 4]"),
     "num_labels":        (None,        None,        None,                "int > 0",
-        "K: at most this many words, clusters or topics (see NUM_LABELS)"),
+        "K: at most this many words, clusters or topics (5000, 1000 and 40; see get_args)"),
     "pos":               ("nn+adj+vb", "nn+adj+vb", "nn+adj+vb",         POS,
         "parts of speech of the words to predict [Sec. 4.2, Tab. 4]"),
     "tagger":            ("textblob",  "textblob",  "textblob",          TAGGERS,
@@ -91,8 +91,8 @@ FLAGS = {
     "max_words":         (25,          25,          25,                  "int > 0",
         "longer captions are left out [Sec. 4]; raise it for reports"),
     "lm":                ("scratch",   "scratch",   "bert-base-uncased", str,
-        "for --labels cluster: a BERT from the hub or a folder, or scratch, which trains a "
-        "small one on the captions first [Sec. 3.1: BERT-base; uncased: ours]"),
+        "BERT of --labels cluster, from the hub or a folder; scratch trains a small one first "
+        "[Sec. 3.1: BERT-base; uncased: ours]"),
     "lm_iters":          (400,         2000,        20_000,              "int > 0",
         "iterations of training --lm scratch; raise them with the captions [ours]"),
     # Model and optimisation
@@ -153,14 +153,6 @@ ROTATION = {  # App. F.1; a batch of 128 photos has 512 rotated images [ours]
 }
 
 
-# K of --num-labels, if it is left out
-NUM_LABELS = {  # --labels: (demo, small and paper, paper with VGG-16)
-    "postag":  (5000, 5000, 1000),  # Sec. 4.3, Tab. 2
-    "cluster": (200, 1000, 1000),  # [ours], Tab. 2
-    "lda":     (40, 40, 40),  # Sec. 4.2
-}
-
-
 def get_args(argv=None):
     parser = common.Parser(__doc__, FLAGS)
     parser.add_argument("--steps", type=common.number(">= 0, < 1"), nargs="+",
@@ -172,12 +164,14 @@ def get_args(argv=None):
     common.apply_recipe(args, "tp", FLAGS, **changes)
     args.head_lr = args.head_lr or args.lr
     args.steps = args.steps or []  # cosine
-    if args.num_labels and args.labels not in NUM_LABELS:
+    num_labels = {"postag": 5000, "cluster": 1000, "lda": 40}  # Sec. 4.3, Tab. 2, Sec. 4.2
+    if args.arch == "vgg16_bn":
+        num_labels["postag"] = 1000  # Sec. 4.2, Tab. 2
+    elif args.recipe == "demo":
+        num_labels["cluster"] = 200  # [ours]
+    if args.num_labels and args.labels not in num_labels:
         fail(f"--labels {args.labels} fixes K: leave out --num-labels")
-    if not args.num_labels and args.labels in NUM_LABELS:
-        demo, usual, vgg = NUM_LABELS[args.labels]
-        usual = demo if args.recipe == "demo" else usual
-        args.num_labels = vgg if args.arch == "vgg16_bn" else usual
+    args.num_labels = args.num_labels or num_labels.get(args.labels)
     return args
 
 
@@ -194,9 +188,9 @@ def main(args):
     if common.is_main() and not checkpoint:
         make_labels(args, (train, val), device)  # once, for all processes
     common.barrier()
-    names, labels, val_labels = load_labels(args.output)
-    train, labels = labelled(train, labels)
-    val, val_labels = labelled(val, val_labels)
+    names = common.read_json(f"{args.output}/labels.json")
+    train, labels = labelled(train, sparse.load_npz(f"{args.output}/labels.npz"))
+    val, val_labels = labelled(val, sparse.load_npz(f"{args.output}/val_labels.npz"))
     order = np.random.default_rng(args.seed).permutation(len(val))
     chosen = np.sort(order[:VAL_IMAGES])
     photos = LabelledPhotos(train, labels, names, args)
@@ -252,10 +246,9 @@ def main(args):
         scaler.update()
 
         # Log, validate, save
-        last = iteration == iters
-        validating = last or iteration % validate_every == 0
+        validating = iteration == iters or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
-            row = {**log.means(), "lr": args.lr * decay}
+            row = log.means() | {"lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
                 print_main(f"validation after {iteration:,} of {iters:,} iterations:")
@@ -383,40 +376,24 @@ def make_labels(args, splits, device):
 
     splits: CaptionData of train and val. This takes minutes.
     """
-    if args.labels in ("postag", "lda"):
-        splits = [filter_captions(data, words_of, args.max_words) for data in splits]
-    if args.labels == "postag":  # TP-Postag: which words a photo's captions have [Sec. 3.1]
-        counts = count_concepts(splits[0].all_captions(), args.tagger)
-        common.save(f"{args.output}/concepts.json", counts)
-        if args.pos == "nn" and args.tagger == "textblob":
-            print_main("TextBlob says which words are nouns, and mistakes some for verbs, for "
-                       "example bear and sink; the paper used spaCy (--tagger spacy)")
-        names = top_concepts(counts, args.pos, args.num_labels)
-        vectorizer = CountVectorizer(analyzer=words_of, vocabulary=list(names), binary=True)
-        labels = [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
-    elif args.labels == "cluster":
-        names, labels = cluster_labels(args, splits, device)
-    elif args.labels == "lda":
-        names, labels = lda_labels(splits, args.num_labels, args.seed)
-    elif args.labels == "instances":  # TP-Label [Sec. 4]
-        names = splits[0].tag_names
-        if len(names) < 2:
-            fail('--labels instances needs two tags: "tags" in the .jsonl, or instances_*.json')
-        labels = [multi_hot(data.tags, names) for data in splits]
-    else:  # every photo has all four labels, because it is seen in each rotation (four_rotations)
-        names = ["0°", "90°", "180°", "270°"]
-        labels = [np.ones((len(data), 4)) for data in splits]
-    common.save(f"{args.output}/labels.json", list(names))
+    names, labels = LABEL_SETS[args.labels](args, splits, device)
+    common.save(f"{args.output}/labels.json", names)
     for name, rows in zip(("labels.npz", "val_labels.npz"), labels):
         with common.writing(f"{args.output}/{name}") as file:
             sparse.save_npz(file, sparse.csr_array(rows, dtype=np.float32))
 
 
-def load_labels(folder):
-    """-> what make_labels wrote: K names, sparse labels (N, K) of train and of val"""
-    names = common.read_json(f"{folder}/labels.json")
-    labels = sparse.load_npz(f"{folder}/labels.npz")
-    return names, labels, sparse.load_npz(f"{folder}/val_labels.npz")
+def postag_labels(args, splits, device):
+    """TP-Postag: which words a photo's captions have [Sec. 3.1] -> names, [(N, K) sparse]"""
+    splits = [filter_captions(data, words_of, args.max_words) for data in splits]
+    counts = count_concepts(splits[0].all_captions(), args.tagger)
+    common.save(f"{args.output}/concepts.json", counts)
+    if args.pos == "nn" and args.tagger == "textblob":
+        print_main("TextBlob says which words are nouns, and mistakes some for verbs, for "
+                   "example bear and sink; the paper used spaCy (--tagger spacy)")
+    names = list(top_concepts(counts, args.pos, args.num_labels))
+    vectorizer = CountVectorizer(analyzer=words_of, vocabulary=names, binary=True)
+    return names, [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
 
 
 def cluster_labels(args, splits, device):
@@ -471,40 +448,6 @@ def embed_captions(tokenizer, bert, captions, amp, batch_size=256):
     return vectors
 
 
-# Of scikit-learn's stop words, those that captions use for what is seen: fire hydrant, front door,
-# mountain side, table top, full plate. [ours]
-VISIBLE = set("back bill bottom cry empty fill fire front full mill side thick thin top".split())
-
-
-def lda_labels(splits, num_labels, seed):
-    """TP-LDA [Sec. 4]: topic probabilities -> names, [(N, K) sparse]
-
-    A photo's captions form one document, the vocabulary is the 10K most frequent words without
-    English stop words (scikit-learn's, but for VISIBLE), and each topic is named by its five most
-    probable words. [ours]
-    """
-    words = regex.compile(r"[\p{L}\p{M}]{2,}").findall
-    stop_words = sorted(ENGLISH_STOP_WORDS - VISIBLE)
-    vectorizer = CountVectorizer(
-        tokenizer=words, token_pattern=None, stop_words=stop_words, max_features=10_000
-    )
-    vectorizer.fit(map(" ".join, splits[0].captions))
-    counts = [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
-    print_main(f"LDA: {num_labels} topics of {len(splits[0])} photos")
-    lda = LatentDirichletAllocation(
-        num_labels, learning_method="online", batch_size=1024, random_state=seed
-    )
-    lda.fit(counts[0])
-    labels = []
-    for rows in counts:
-        has_words = np.asarray(rows.sum(1)) > 0  # (N, 1)
-        # A photo with none of the words gets no topic; LDA would give it all.
-        labels.append(has_words * lda.transform(rows))
-    words = vectorizer.get_feature_names_out()
-    names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
-    return names, labels
-
-
 def multi_hot(rows, classes):
     """For each of N photos some of the K classes -> (N, K) sparse, of 1 and 0"""
     return MultiLabelBinarizer(classes=classes, sparse_output=True).fit_transform(rows)
@@ -536,13 +479,6 @@ class LabelledPhotos(common.Photos):
         sample, flipped = self.photo(index, rng)
         targets = self.labels[[index]].toarray()[0]
         return sample | {"targets": targets[self.mirrored] if flipped else targets}
-
-
-def four_rotations(images):
-    """RotNet (Gidaris et al. 2018): each image in 4 rotations -> (4B, 3, h, w), targets (4B, 4)"""
-    rotated = [torch.rot90(images, k, (2, 3)) for k in range(4)]
-    targets = torch.eye(4, device=images.device).repeat_interleave(len(images), 0)
-    return torch.cat(rotated).contiguous(memory_format=torch.channels_last), targets
 
 
 # -------------------------------------------------------------------------------- model and loss
@@ -672,6 +608,71 @@ def average_precision(scores, right):
     gained = np.diff(num_right, prepend=0)
     return (gained * num_right / num_photos).sum() / num_right[-1]
 
+
+# ---------------------------------------- baselines: other labels [Sec. 4], rotations [App. F.1]
+
+# Of scikit-learn's stop words, those that captions use for what is seen: fire hydrant, front door,
+# mountain side, table top, full plate. [ours]
+VISIBLE = set("back bill bottom cry empty fill fire front full mill side thick thin top".split())
+
+
+def lda_labels(args, splits, device):
+    """TP-LDA: topic probabilities [Sec. 4] -> names, [(N, K) sparse]
+
+    A photo's captions form one document, the vocabulary is the 10K most frequent words without
+    English stop words (scikit-learn's, but for VISIBLE), and each topic is named by its five most
+    probable words. [ours]
+    """
+    splits = [filter_captions(data, words_of, args.max_words) for data in splits]
+    find_words = regex.compile(r"[\p{L}\p{M}]{2,}").findall
+    stop_words = sorted(ENGLISH_STOP_WORDS - VISIBLE)
+    vectorizer = CountVectorizer(
+        tokenizer=find_words, token_pattern=None, stop_words=stop_words, max_features=10_000
+    )
+    vectorizer.fit(map(" ".join, splits[0].captions))
+    counts = [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
+    print_main(f"LDA: {args.num_labels} topics of {len(splits[0])} photos")
+    lda = LatentDirichletAllocation(
+        args.num_labels, learning_method="online", batch_size=1024, random_state=args.seed
+    )
+    lda.fit(counts[0])
+    labels = []
+    for rows in counts:
+        has_words = np.asarray(rows.sum(1)) > 0  # (N, 1)
+        # A photo with none of the words gets no topic; LDA would give it all.
+        labels.append(has_words * lda.transform(rows))
+    words = vectorizer.get_feature_names_out()
+    names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
+    return names, labels
+
+
+def annotated_labels(args, splits, device):
+    """TP-Label: tags that people gave [Sec. 4] -> names, [(N, K) sparse]"""
+    names = splits[0].tag_names
+    if len(names) < 2:
+        fail('--labels instances needs two tags: "tags" in the .jsonl, or instances_*.json')
+    return names, [multi_hot(data.tags, names) for data in splits]
+
+
+def rotation_labels(args, splits, device):
+    """RotNet [App. F.1]: each photo has all four, for it is seen in each rotation"""
+    return ["0°", "90°", "180°", "270°"], [np.ones((len(data), 4)) for data in splits]
+
+
+def four_rotations(images):
+    """RotNet (Gidaris et al. 2018): each image in 4 rotations -> (4B, 3, h, w), targets (4B, 4)"""
+    rotated = [torch.rot90(images, k, (2, 3)) for k in range(4)]
+    targets = torch.eye(4, device=images.device).repeat_interleave(len(images), 0)
+    return torch.cat(rotated).contiguous(memory_format=torch.channels_last), targets
+
+
+LABEL_SETS = {  # of --labels: the function that makes them
+    "postag": postag_labels,
+    "cluster": cluster_labels,
+    "lda": lda_labels,
+    "instances": annotated_labels,
+    "rotation": rotation_labels,
+}
 
 if __name__ == "__main__":
     main(get_args())

@@ -102,11 +102,9 @@ FLAGS = {
     "layers":              (1,              1,              1,              "int > 0",
         "L, layers of a textual head; 2 or 3 generally help [Sec. 4.2]"),
     "hidden":              (256,            512,            2048,           "int > 0",
-        "H, width of the heads, which sets A = H / 64 and F = 4H; larger is better but slower "
-        "[Sec. 4.1]"),
+        "H, width of the heads; A = H / 64, F = 4H; larger is better but slower [Sec. 4.1]"),
     "init_std":            (None,           None,           0.02,           "> 0",
-        "standard deviation of the heads' first weights [official code] (H^-0.5 [ours]: with "
-        "0.02, narrow heads ignore the photo)"),
+        "standard deviation of the heads' first weights [official code] (H^-0.5 [ours])"),
     "dropout":             (0.0,            0.1,            0.1,            ">= 0, < 1",
         "dropout in the heads; raise it if captions are few [official code]"),
     # Optimisation
@@ -159,8 +157,6 @@ def get_args(argv=None):
     common.apply_recipe(args, "virtex", FLAGS)
     if args.hidden % 64:
         fail(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
-    if not args.task.endswith("captioning"):
-        args.lambda_words = 0.0  # the ablations have no such loss
     args.init_std = args.init_std or args.hidden**-0.5  # with 0.02, narrow heads ignore the photo
     return args
 
@@ -172,8 +168,9 @@ def main(args):
 
     # Data: photos with captions, and a tokenizer learned from the captions.
     Model, Photos = MODELS[args.task]  # classes
+    with_tags = args.task == "multilabel_classification"
     splits = args.train_split, args.val_split
-    train, val = common.caption_data(args.data, args.root, splits, Photos.reads_tags)
+    train, val = common.caption_data(args.data, args.root, splits, with_tags)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
     val = val.captioned()
     checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
@@ -186,7 +183,7 @@ def main(args):
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
     counts = len(photos), len(val_photos)
-    outputs = f"{photos.num_outputs:,} {'tags' if Photos.reads_tags else 'tokens'} to predict"
+    outputs = f"{photos.num_outputs:,} {'tags' if with_tags else 'tokens'} to predict"
     iters, validate_every = common.plan_run(args, device, len(photos), counts, outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
@@ -243,11 +240,9 @@ def main(args):
             look_ahead(slow_model, model, args.lookahead_alpha)
 
         # Log, validate, save
-        last = iteration == iters
-        validating = last or iteration % validate_every == 0
+        validating = iteration == iters or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
-            row = {**log.means(), "lr": args.lr * decay}
-            row["text_lr"] = args.text_lr * decay
+            row = log.means() | {"lr": args.lr * decay, "text_lr": args.text_lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
                 print_main(f"validation after {iteration:,} of {iters:,} iterations:")
@@ -267,22 +262,6 @@ def main(args):
 ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
 PAD = UNK = 0  # padding and unknown tokens share an id, as in the official model
 SOS, EOS, MASK = 1, 2, 3
-
-
-def subset(data, fraction, captions_per_image, seed):
-    """A random fraction of the photos, each with at most so many captions [Fig. 4] -> CaptionData.
-    A photo keeps the same captions, whatever the fraction is.
-    """
-    order = np.random.default_rng(seed).permutation(len(data))
-    chosen = np.sort(order[: max(1, round(fraction * len(data)))])
-    data = data.select(chosen)
-    if captions_per_image:
-        rows = []
-        for i, captions in zip(chosen, data.captions):
-            rng = np.random.default_rng([seed, 0, i])  # of this photo
-            rows.append(rng.permutation(captions)[:captions_per_image])
-        data.captions = common.lists(rows)
-    return data
 
 
 def normalise(caption):
@@ -309,17 +288,15 @@ def train_tokenizer(captions, vocab_size=None):
     10,000 tokens, 74% would occur less than five times in Flickr8k's 30,000 captions.
     By SentencePiece's defaults, no token mixes letters and punctuation [Sec. 3], and UNK is 0.
     """
-    characters = {*normalise("".join(captions))}
-    by_captions = min(10_000, len(characters) + max(1000, len(captions) // 8))
-    if vocab_size and vocab_size < len(characters) + 4:  # the others are special tokens
-        fail(f"--vocab-size {vocab_size} is too small: {len(characters)} characters and 4 special "
-             "tokens occur")
+    if vocab_size is None:
+        characters = {*normalise("".join(captions))}
+        vocab_size = min(10_000, len(characters) + max(1000, len(captions) // 8))
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=map(normalise, progress(captions, desc="tokenizer")),
         model_writer=model,
         model_type="bpe",
-        vocab_size=vocab_size or by_captions,
+        vocab_size=vocab_size,
         hard_vocab_limit=False,
         character_coverage=1.0,
         max_sentence_length=1 << 20,  # bytes; longer captions would be skipped
@@ -337,25 +314,20 @@ def train_tokenizer(captions, vocab_size=None):
 class CaptionedPhotos(common.Photos):
     """Photos, each with one of its captions: a random one, in validation always the same"""
 
-    reads_tags = False  # must COCO's file of tags be read?
-
     def __init__(self, data, tokenizer, args):
         super().__init__(data, args)
         self.tokenizer = tokenizer
         self.num_outputs = tokenizer.get_piece_size()
 
     def sample(self, index, rng):
+        """-> image uint8 (size, size, 3), jitter (4,), text: the tokens of a caption"""
         sample, flipped = self.photo(index, rng)
         captions = self.data.captions[index]
         caption = rng.choice(captions) if rng else captions[index % len(captions)]
         if flipped:
             caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
-        rng = rng or np.random.default_rng([self.args.seed, 0, index])  # masks of validation
-        return sample | {"text": self.text(caption, rng)}
-
-    def text(self, caption, rng):
-        """-> its tokens"""
-        return [SOS, *self.tokenizer.encode(normalise(caption)), EOS][:MAX_LENGTH]
+        tokens = [SOS, *self.tokenizer.encode(normalise(caption)), EOS]
+        return sample | {"text": tokens[:MAX_LENGTH]}
 
     def collate(self, samples):
         """-> image uint8 (B, size, size, 3), jitter (B, 4), and what collate_text returns"""
@@ -527,9 +499,9 @@ def look_ahead(slow_model, model, alpha):
     """Every k steps the slow weights move a fraction alpha of the way to the model's weights, which
     go on from there [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
     """
-    slow, fast = [*slow_model.parameters()], [*model.parameters()]
-    torch._foreach_lerp_(slow, fast, alpha)  # slow += alpha * (fast - slow), of each tensor
-    torch._foreach_copy_(fast, slow)
+    for slow, fast in zip(slow_model.parameters(), model.parameters()):
+        slow.lerp_(fast, alpha)  # slow += alpha * (fast - slow)
+        fast.copy_(slow)
 
 
 # ------------------------------------------------------------------------------------ validation
@@ -555,16 +527,33 @@ def validate(model, photos, args, device):
     return {"validation": means}
 
 
-# ----------------------------------------------------------- ablations: other tasks [Sec. 4.1, 4.2]
+# --------------------------------- ablations: fewer photos [Fig. 4], other tasks [Sec. 4.1, 4.2]
+
+
+def subset(data, fraction, captions_per_image, seed):
+    """A random fraction of the photos, each with at most so many captions [Fig. 4] -> CaptionData.
+    A photo keeps the same captions, whatever the fraction is.
+    """
+    order = np.random.default_rng(seed).permutation(len(data))
+    chosen = np.sort(order[: max(1, round(fraction * len(data)))])
+    data = data.select(chosen)
+    if captions_per_image:
+        rows = []
+        for i, captions in zip(chosen, data.captions):
+            rng = np.random.default_rng([seed, 0, i])  # of this photo
+            rows.append(rng.permutation(captions)[:captions_per_image])
+        data.captions = common.lists(rows)
+    return data
 
 
 class MaskedPhotos(CaptionedPhotos):
     """Photos with a caption in which some tokens are masked"""
 
-    def text(self, caption, rng):
-        """-> its tokens, and the same with [MASK]s"""
-        tokens = super().text(caption, rng)
-        return tokens, mask_tokens(tokens, self.tokenizer.get_piece_size(), rng)
+    def sample(self, index, rng):
+        sample = super().sample(index, rng)
+        rng = rng or np.random.default_rng([self.args.seed, 0, index])  # in validation
+        masked = mask_tokens(sample["text"], self.num_outputs, rng)
+        return sample | {"text": (sample["text"], masked)}
 
     def collate_text(self, texts):
         """-> tokens (B, T), the same with [MASK]s, padding (B, T), places (N,) of the [MASK]s"""
@@ -604,8 +593,6 @@ class MaskedLM(VirTex):
 
 class TaggedPhotos(CaptionedPhotos):
     """Photos that have tags [official code], with these in place of a caption"""
-
-    reads_tags = True
 
     def __init__(self, data, tokenizer, args):
         keep = [n for n, tags in enumerate(data.tags) if tags]

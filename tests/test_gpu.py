@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
@@ -43,47 +42,30 @@ OWN = {
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
-def show_gpus(environ=os.environ):
-    """Undo what conftest.py did: to be called before CUDA starts"""
-    before = environ["GPUS_BEFORE_TESTS"]
-    if before == "all":
-        environ.pop("CUDA_VISIBLE_DEVICES", None)
-    else:
-        environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-def count_gpus():
-    """In a process of its own: one that has asked once would see no others later on."""
-    environ = dict(os.environ)
-    show_gpus(environ)
-    code = "import torch; print(torch.cuda.device_count())"
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    return int(ended.stdout)
-
-
 def begin():
-    """In each process that sees the GPUs"""
-    show_gpus()
+    """In each process that sees the GPUs, before CUDA starts: undo what conftest.py did"""
+    before = os.environ["GPUS_BEFORE_TESTS"]
+    if before == "all":
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = before
     icmlm.DROPOUT = 0.0
     shapes.SPLITS = SCENES
 
 
 @pytest.fixture(scope="module")
-def num_gpus():
+def on_gpu():
+    """-> function (function, *given) -> what it returns in the process that has CUDA loaded"""
     if not torch.backends.cuda.is_built():
         pytest.skip("this PyTorch is built without CUDA")
-    number = count_gpus()
-    if not number:
-        pytest.skip("there is no GPU")
-    return number
-
-
-@pytest.fixture(scope="module")
-def on_gpu(num_gpus):
-    """-> function (function, *given) -> what it returns in the process that has CUDA loaded"""
     with ProcessPoolExecutor(1, SPAWN, initializer=begin) as process:
-        yield lambda function, *given: process.submit(function, *given).result()
+
+        def call(function, *given):
+            return process.submit(function, *given).result()
+
+        if not call(torch.cuda.device_count):
+            pytest.skip("there is no GPU")
+        yield call
 
 
 def run_measured(command):
@@ -198,8 +180,9 @@ def test_a_killed_run_resumes(script, on_gpu, whole_runs, command_of, tmp_path):
     assert killed[-1] == pytest.approx(whole[-1], rel=0.05)
 
 
-def test_torchrun_on_all_gpus(num_gpus, command_of, tmp_path):
+def test_torchrun_on_all_gpus(on_gpu, command_of, tmp_path):
     """All processes have the same weights at the end. (One GPU: by NCCL, but alone)"""
+    num_gpus = on_gpu(torch.cuda.device_count)
     command = command_of("virtex", tmp_path, "--batch-size", 8 * num_gpus)
     launch = *TORCHRUN[:-1], f"--nproc_per_node={num_gpus}", TESTS / "test_gpu.py"
     ended = finished(run_script(*launch, *command))

@@ -6,16 +6,14 @@ In most tests the backbone is `FeaturesAsGiven`: what is passed as images are th
 import itertools
 import json
 import math
-import re
 
 import numpy as np
 import pytest
 import sentencepiece
 import torch
 import torchvision
-from conftest import CPU, ROOT, FeaturesAsGiven, captioned, metrics, photos_at, random_weights
-from conftest import one_split
-from conftest import in_two_processes, refusal, result, run_here
+from conftest import CPU, ROOT, FeaturesAsGiven, captioned, checkpoint_in, metrics, one_split
+from conftest import photos_at, random_weights, result, run_here
 from PIL import Image
 from torch import nn
 
@@ -31,7 +29,6 @@ CAPTIONS = [[SOS, 5, UNK], [SOS, 5, UNK, 7, EOS], [SOS, 9, 4, 6, 4, 8, EOS], [SO
 MASKED = [[SOS, 5, MASK], [SOS, 5, UNK, MASK, EOS], [SOS, MASK, 4, 11, MASK, 8, EOS]]
 MASKED += [[SOS, MASK, EOS]]
 HIDDEN, LAYERS = 128, 2  # the smallest width with several heads
-SPLITS = "train", "train", "val", "test"
 
 
 def tiny_model(task="bicaptioning", max_length=10):
@@ -214,8 +211,8 @@ def tokenizer(tokenizer_path):
     return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
 
 
-def test_a_step_is_clipped_and_followed_by_look_ahead(tiny, tmp_path, monkeypatch):
-    """All weights, at a norm of 10, every fifth time; the loss is both directions'."""
+def test_a_step_is_clipped(tiny, tmp_path, monkeypatch):
+    """All weights, at a norm of 10; the loss is both directions', of a part of the photos."""
     norms, clip = [], nn.utils.clip_grad_norm_
 
     def record(weights, norm):
@@ -223,18 +220,11 @@ def test_a_step_is_clipped_and_followed_by_look_ahead(tiny, tmp_path, monkeypatc
         return clip(weights, norm)
 
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", record)
-    for iters in (4, 5):
-        output = tmp_path / str(iters)
-        printed = run_here(tiny("virtex", output, "--iters", iters, "--fraction", 0.5))
-        assert printed.startswith("12 photos to learn from, 12 to check; ")
-        checkpoint = torch.load(output / "checkpoint.pth", weights_only=True)
-        model, slow = checkpoint["model"], checkpoint["lookahead"]
-        weights = [name for name in slow if not re.search("running|num_batches", name)]
-        assert (iters == 5) == all(torch.equal(model[name], slow[name]) for name in weights)
-        for row in metrics(output):
-            assert row["loss"] == pytest.approx(row["forward"] + row["backward"], rel=1e-5)
-    assert len(norms) == 9 and {norm for _, norm in norms} == {10.0}
-    assert {number for number, _ in norms} == {len(checkpoint["optimizer"]["state"])}
+    printed = run_here(tiny("virtex", tmp_path, "--iters", 2, "--fraction", 0.5))
+    assert printed.startswith("12 photos to learn from, 12 to check; ")
+    for row in metrics(tmp_path):
+        assert row["loss"] == pytest.approx(row["forward"] + row["backward"], rel=1e-5)
+    assert norms == 2 * [(len(checkpoint_in(tmp_path)["optimizer"]["state"]), 10.0)]
 
 
 def test_subset(coco_folder):
@@ -339,25 +329,6 @@ def test_mask_tokens():
         assert chosen.tolist() == [False, *length * [True], *len(end) * [False]]
 
 
-def test_two_processes(tiny, tmp_path):
-    """Their weights stay equal, look-ahead's slow ones, too."""
-    in_two_processes(run_here, tiny("virtex", tmp_path, "--iters", 6, "--lookahead-alpha", 0.5))
-
-
-def test_tags_in_another_order(tiny, coco_folder, tmp_path):
-    """They come from all splits of a .jsonl: another split can change their numbers."""
-    photos = sorted((coco_folder / "train2017").iterdir())
-    rows = [
-        {"image": str(path), "captions": ["a"], "tags": tags, "split": split}
-        for path, tags, split in zip(photos, (["cat"], ["dog"], ["cat"], ["dog"]), SPLITS)
-    ]
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows[:3])))
-    flags = "--data", file, "--task", "multilabel_classification", "--batch-size", 2, "--iters", 1
-    command = tiny("virtex", tmp_path / "run", *flags)
-    run_here(command)
-    file.write_text("\n".join(map(json.dumps, rows[3:] + rows[:3])))
-    assert "holds a run with other data" in refusal(command)
 
 
 def test_masked_lm_written_out():
