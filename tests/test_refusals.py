@@ -66,6 +66,7 @@ ONE_SCRIPT = {
     "tp": [
         *INIT,
         ("--lm /no/model --labels cluster", "--lm /no/model"),
+        ("--labels instances --num-labels 5", "--num-labels"),
         ("--num-labels -3", "--num-labels must be above 0, not -3"),
         ("--warmup 500", "--warmup must be at least 0 and below 1, not 500"),
         ("--data {tmp}/photos.jsonl", "captions"),
