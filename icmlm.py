@@ -202,7 +202,7 @@ def main(args):
         common.extra("small_bert").make_language_model(lm_name, args, train, device)
     common.barrier()
     tokenizer, lm = load_language_model(lm_name, device, args.amp)
-    teacher = zlib.crc32(lm.token_embeddings.cpu().numpy())  # its weights are in no checkpoint
+    teacher = checksum(lm)
     if checkpoint and checkpoint["teacher"] != teacher:
         fail(f"{args.output} holds a run with another {lm_name}: choose another --output")
     if common.is_main() and not checkpoint:
@@ -541,6 +541,11 @@ def load_language_model(name, device, amp):
     if not (hasattr(model, "cls") or hasattr(model, "lm_head")):
         fail(f"--lm {name} is a {type(model).__name__}, not a BERT or RoBERTa")
     return tokenizer, LanguageModel(model.to(device), amp)
+
+
+def checksum(lm):
+    """Of its token embeddings: the weights of LanguageModel are in no checkpoint"""
+    return zlib.crc32(lm.token_embeddings.cpu().numpy())
 
 
 class LanguageModel(nn.Module):

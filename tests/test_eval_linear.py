@@ -108,7 +108,7 @@ def test_photos_in_folders(tmp_path):
     assert "1 photos are in no folder of a class and are left out" in output
     assert list(data.images) == [f"{train}/{name}" for name in photos]
     assert data.labels.tolist() == [0, 0, 1, 2, 2] and data.names == ["a", "a-b", "b"]
-    assert {*pictures.images_in(train).images} == {*data.images, f"{train}/9.MPO"}
+    assert {*folders.list_photos(train)} == {*data.images, f"{train}/9.MPO"}
 
 
 ADDED = "@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN", "lost+found", "__MACOSX", ".thumbs"
