@@ -193,7 +193,7 @@ def coco_photos(splits, root, with_tags):
                 for row in content["annotations"]:
                     tags[row["image_id"]].append(names[row["category_id"]])
         except Exception as error:
-            fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
+            fail(f"annotations/*_{split}.json of {root} are not in the layout of COCO: {error!r}")
         strays = [n for n in {**captions, **tags} if n not in files]  # 12 is not "12"
         if repeated or strays:
             print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
@@ -264,20 +264,25 @@ def swap_left_right(text):
 def mirrored(names):
     """For each of the labels the index of the one that it becomes in a mirrored photo -> (N,)
 
-    It is the one with left and right swapped, also within words and in other capitals (leftHand,
-    Righthand). A label stays if there is none, or more than one. [ours]
+    It is the one with left and right swapped; if none is exactly that, also within words and in
+    other capitals (leftHand, Righthand). A label without such a one stays. [ours]
     """
-    lower = [str(name).lower() for name in names]
-    others = [re.sub("left|right", lambda side: OTHER_SIDE[side[0]], name) for name in lower]
+    names = list(map(str, names))  # iNaturalist's are numbers
+    lower = [name.lower() for name in names]
     becomes = np.arange(len(names))
-    for k, (name, other) in enumerate(zip(lower, others)):
-        if lower.count(name) == lower.count(other) == 1:
-            becomes[k] = lower.index(other)
-    swapped = [str(names[k]) for k, other in enumerate(becomes) if other != k]
-    alone = {str(name) for name in names if swap_left_right(str(name)) != str(name)} - {*swapped}
-    if is_main() and (swapped or alone):
-        report_once(f"in mirrored photos {len(swapped)} labels change sides: {swapped[:2]}; "
-                    f"{len(alone)} name a side that has no counterpart: {sorted(alone)[:2]}")
+    for k, name in enumerate(names):
+        other = swap_left_right(name)
+        inside = re.sub("left|right", lambda side: OTHER_SIDE[side[0]], lower[k])
+        if other in names:
+            becomes[k] = names.index(other) if other != name else k
+        elif lower.count(lower[k]) == lower.count(inside) == 1:
+            becomes[k] = lower.index(inside)
+    swapped = [name for k, name in enumerate(names) if becomes[k] != k]
+    alone = [name for k, name in enumerate(names)
+             if becomes[k] == k and swap_left_right(name) != name]
+    for what, found in (("change sides", swapped), ("stay, for want of the other side", alone)):
+        if found and is_main():
+            report_once(f"in mirrored photos {len(found)} labels {what}: {', '.join(found[:2])}")
     return becomes
 
 
@@ -526,8 +531,10 @@ def shapes(state):
 
 
 def backbone_shapes(arch):
-    """-> {name: shape} of a backbone's tensors"""
-    return shapes(build_backbone(arch).state_dict())
+    """-> {name: shape} of a backbone's tensors, which are not made: no random number is drawn"""
+    importlib.import_module("torchvision")  # which fails on this device with PyTorch 2.6
+    with torch.device("meta"):
+        return shapes(build_backbone(arch).state_dict())
 
 
 def read_init(args):
@@ -711,11 +718,13 @@ def on_all_cores(function, items, desc):
         yield function(items)
         return
     parts = [items[start : start + size] for start in range(0, len(items), size)]
-    with multiprocessing.Pool() as pool:
+    pool = multiprocessing.Pool()
+    try:
         results = pool.imap(function, parts)
         yield from progress(results, desc=desc, total=len(parts), leave=False)
+    finally:  # no `with`, which kills: a process that has just begun may lose the signal
         pool.close()
-        pool.join()  # before `with` kills them: a signal to a process that just began can be lost
+        pool.join()
 
 
 # -------------------------------------------------------------------------------- a training run
@@ -912,9 +921,11 @@ def begin_run(args, *fingerprints):
     path = f"{args.output}/checkpoint.pth"
     checkpoint = read_checkpoint(path) if os.path.exists(path) else {}
     earlier = checkpoint.get("args", vars(args))
-    if checkpoint and "script" not in checkpoint or earlier.get("format") != FORMAT:
-        fail(f"{path} was written by an earlier version, or not by us: it can be measured and "
-             "captioned, but not resumed. Choose another --output, or `git checkout before-less`")
+    if checkpoint and "script" not in checkpoint:
+        fail(f"{path} is of no script of ours: choose another --output")
+    if earlier.get("format") != FORMAT:
+        fail(f"{path} was written by an earlier version: it can be measured and captioned, but not "
+             "resumed. Choose another --output, or go on with `git checkout before-less`")
     if "lr" not in args.given:
         args.lr = earlier["lr"]  # read_init may have divided it, but does not when a run goes on
     for name, now in vars(args).items():
@@ -1037,8 +1048,8 @@ def stop(process, number, frame):
                        file=sys.stderr)
         else:
             tqdm.write("stopped; there was nothing to save yet", file=sys.stderr)
-    for process in multiprocessing.active_children():  # of on_all_cores: they would print errors
-        process.terminate()
+    for child in multiprocessing.active_children():  # of on_all_cores: they would print errors
+        child.terminate()
     os._exit(128 + number)
 
 

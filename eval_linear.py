@@ -139,6 +139,8 @@ def choose_defaults(args, parser):
     for flag, value in defaults.items():
         if getattr(args, flag) is None:
             setattr(args, flag, value)
+    if args.protocol == "layers" and args.arch != "vgg16_bn":
+        parser.error(f"{name} is for VGG-16: --arch vgg16_bn")
 
 
 def main(args):

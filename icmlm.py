@@ -204,7 +204,8 @@ def main(args):
     tokenizer, lm = load_language_model(lm_name, device, args.amp)
     teacher = checksum(lm)
     if checkpoint and checkpoint["teacher"] != teacher:
-        fail(f"{args.output} holds a run with another {lm_name}: choose another --output")
+        fail(f"{args.output} holds a run with another language model than {lm_name}: choose "
+             "another --output, or delete the folder to start over")
     if common.is_main() and not checkpoint:
         make_triplets(args, (train, val), tokenizer)  # once, for all processes
     common.barrier()
@@ -305,6 +306,11 @@ def freeze_backbone(model, frozen):
 
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
+WHO_TAGGED = {  # said where only nouns are kept
+    "textblob": "TextBlob says which words are nouns, and mistakes some for verbs, for example "
+    "bear and sink; the paper used spaCy (--tagger spacy)",
+    "spacy": "spaCy says which words are nouns, as in the paper",
+}
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
@@ -412,9 +418,8 @@ def top_concepts(counts, pos, num_concepts):
 
 def make_triplets(args, splits, tokenizer):
     """Write what is found in the captions into --output.  splits: CaptionData of train and val"""
-    if args.pos == "nn" and args.tagger == "textblob":
-        print_main("TextBlob says which words are nouns, and mistakes some for verbs, for example "
-                   "bear and sink; the paper used spaCy (--tagger spacy)")
+    if args.pos == "nn":
+        print_main(WHO_TAGGED[args.tagger])
     if args.lm != "scratch":
         language = common.extra("language")
         language.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")

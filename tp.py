@@ -266,6 +266,11 @@ def main(args):
 
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
+WHO_TAGGED = {  # said where only nouns are kept
+    "textblob": "TextBlob says which words are nouns, and mistakes some for verbs, for example "
+    "bear and sink; the paper used spaCy (--tagger spacy)",
+    "spacy": "spaCy says which words are nouns, as in the paper",
+}
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
@@ -388,9 +393,8 @@ def postag_labels(args, splits, device):
     splits = [filter_captions(data, words_of, args.max_words) for data in splits]
     counts = count_concepts(splits[0].all_captions(), args.tagger)
     common.save(f"{args.output}/concepts.json", counts)
-    if args.pos == "nn" and args.tagger == "textblob":
-        print_main("TextBlob says which words are nouns, and mistakes some for verbs, for "
-                   "example bear and sink; the paper used spaCy (--tagger spacy)")
+    if args.pos == "nn":
+        print_main(WHO_TAGGED[args.tagger])
     names = list(top_concepts(counts, args.pos, args.num_labels))
     vectorizer = CountVectorizer(analyzer=words_of, vocabulary=names, binary=True)
     return names, [vectorizer.transform(map(" ".join, data.captions)) for data in splits]

@@ -157,6 +157,8 @@ def get_args(argv=None):
     common.apply_recipe(args, "virtex", FLAGS)
     if args.hidden % 64:
         fail(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
+    if not args.task.endswith("captioning"):
+        args.lambda_words = 0.0  # the ablations have no such loss
     args.init_std = args.init_std or args.hidden**-0.5  # with 0.02, narrow heads ignore the photo
     return args
 

@@ -76,14 +76,19 @@ def load(source, root, split):
             image["path"] = f"{root}/{split}/{image[where]}"
             if source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
                 image["path"] = "/".join([root, *image[where].split("/")[-2:]])
-    for key in "id", "path":  # Label Studio writes a photo once for each annotator
-        for value, times in Counter(row[key] for row in content["images"]).most_common(1):
+    # Label Studio writes a photo once for each annotator.
+    for part, key in ("images", "id"), ("images", "path"), ("categories", "id"):
+        for value, times in Counter(row[key] for row in content[part]).most_common(1):
             if times > 1:
-                fail(f"{name}: {times} of the images have the {key} {value}: list it once, with "
+                fail(f"{name}: {times} of the {part} have the {key} {value}: list it once, with "
                      "all of its objects")
-    if source == "lvis" and not any(row.get("neg_category_ids") for row in content["images"]):
-        fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. Without them "
-             "LVIS's score misses most wrong detections: use --data coco")
+    if source == "lvis":
+        negatives = [image.get("neg_category_ids") for image in content["images"]]
+        if None in negatives or not any(negatives):
+            fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. Without "
+                 "them LVIS's score misses most wrong detections: use --data coco")
+        for category in content["categories"]:
+            category.setdefault("frequency", "f")  # for scores that we do not print
     return BoxData(complete(content, source, name), source)
 
 
@@ -127,6 +132,11 @@ def complete(content, source, name):
     pictures.photo_files([image["path"] for image in images])  # it fails if some are missing
     images = fitting(images, name)
     photos = {image["id"]: image for image in images}
+    names = {category["id"]: str(category["name"]) for category in content["categories"]}
+    ids = {title: number for number, title in reversed(names.items())}  # the first of each name
+    if len(ids) < len(names):
+        print_main(f"{name}: {len(names) - len(ids)} of {len(names)} categories have the name of "
+                   "an earlier one: their objects are of that one")
     rows, counts, total = [], Counter(), len(content["annotations"])
     for number, row in enumerate(content["annotations"], 1):
         if row["image_id"] not in photos:
@@ -150,6 +160,7 @@ def complete(content, source, name):
         # Ids count from 1, because pycocotools takes 0 for no match. It needs an area, for scores
         # of small and of large objects, which we do not print.
         row |= {"id": number, "bbox": [x, y, width, height], "area": width * height}
+        row["category_id"] = ids[names[row["category_id"]]]
         row |= {"segmentation": found, "iscrowd": int(row.get("iscrowd") or 0)}
         empty = not min(width, height) > 0.01  # or NaN
         beyond = max(-x, -y, x + width - photo["width"], y + height - photo["height"])
@@ -169,7 +180,8 @@ def complete(content, source, name):
     if all(row["iscrowd"] for row in rows):
         fail(f"{name} has no object to score. Tools write iscrowd 1 for painted masks, too: if "
              "yours are objects, set it to 0")
-    return {**content, "images": images, "annotations": rows}
+    categories = [row for row in content["categories"] if row["id"] in ids.values()]
+    return {**content, "images": images, "annotations": rows, "categories": categories}
 
 
 def voc(root, split):
@@ -212,7 +224,7 @@ def voc(root, split):
 
 def scenes(split):
     """The built-in scenes, drawn at 96 px; only the first 500 of the validation split -> content"""
-    numbers = shapes.SPLITS[split]
+    numbers = shapes.SPLITS.get(split) or fail(f"--data shapes has no split {split}")
     numbers = numbers[:500] if split == "val" else numbers
     rows = []
     for n in numbers:

@@ -126,6 +126,8 @@ def fine_tune(train, val, args, device):
     from torchvision.ops._utils import split_normalization_params
 
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
+    if not hasattr(backbone, "layer4"):
+        fail(f"{backbone.arch} has no layer1 to layer4: give a ResNet")
     checkpoint = common.begin_run(args, common.fingerprint(train.images, train.objects))
     print_main(f"{args.weights}: {args.iters} iterations at lr {args.lr:g}, into {args.output}")
 

@@ -106,6 +106,8 @@ def load_encoders(path):
     tokenizer, and the flags of that run"""
     content = tasks.read_model("mmcontrastive", path)
     trained = argparse.Namespace(**content["args"])
+    if not trained.lambda_ic:
+        fail(f"{path} was trained without --lambda-ic: photos and captions share no space in it")
     folder = Path(path).parent / "caption_model"
     if not folder.is_dir():
         fail(f"there is no folder {folder}, which training writes: copy it with {path}")

@@ -104,11 +104,14 @@ def load_backbone(path, arch=None):
 def torchvision_names(content):
     """{name: tensor} -> the same, with torchvision's names for a ResNet of others"""
     content = {str(key).replace("_orig_mod.", ""): value for key, value in content.items()}
-    numbered = any(re.search(r"\b5\.0\.conv1\.weight$", key) for key in content)
+    numbered = [key.removesuffix("5.0.conv1.weight") for key in content
+                if re.search(r"\b5\.0\.conv1\.weight$", key)]
     renamed = {}
     for key, value in content.items():
-        if numbered:  # the first number counts: those after it are of blocks
-            key = re.sub(r"\b[014567]\b", lambda match: LIGHTLY[match[0]], key, count=1)
+        for prefix in numbered:
+            number, _, rest = key.removeprefix(prefix).partition(".")
+            if key.startswith(prefix) and number in LIGHTLY:
+                key = f"{prefix}{LIGHTLY[number]}.{rest}"
         for theirs, name in TRANSFORMERS.items():
             key = key.replace(theirs, name)
         renamed[key] = value

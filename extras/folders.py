@@ -19,11 +19,19 @@ def is_hidden(name):
 
 
 def list_photos(folder):
-    """The paths of all photos below a folder, sorted -> list of str. Says what is left out."""
-    photos, others, hidden = [], [], []
+    """The paths of all photos below a folder, sorted -> list of str. Says what is left out.
+
+    Links to folders are followed, but no folder is read twice: a link may lead back.
+    """
+    photos, others, hidden, visited = [], [], [], set()
     for parent, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
         hidden += [os.path.join(parent, name) for name in folders + files if is_hidden(name)]
-        folders[:] = [name for name in folders if not is_hidden(name)]
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
         for name in files:
             if not is_hidden(name):
                 found = photos if name.lower().endswith(PHOTO_ENDINGS) else others
@@ -58,6 +66,9 @@ def labelled(root, split):
         print_main(f"{path}: {loose} photos are in no folder of a class and are left out")
     numbers = {name: k for k, name in enumerate(names)}
     labels = np.array([numbers[name] for name, _ in rows], int)
+    empty = [name for name in names if numbers[name] not in labels]
+    if empty:
+        fail(f"{path} has no photos in {', '.join(empty[:5])}. {expected}")
 
     # In Places and SUN397, a/airfield is a class, and the letters are none.
     inner = {(place[0], place[1]) for place in places if len(place) > 2}

@@ -28,11 +28,11 @@ def load_tokenizer(name, **options):
         # The vector of the first token must be that of [CLS], not of padding.
         options["padding_side"] = "right"
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        positions = config.max_position_embeddings
     except huggingface_hub.errors.LocalEntryNotFoundError:
         fail(f"--lm {name} is not a folder, and the hub (huggingface.co) cannot be reached")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):  # the last of a T5, which has no positions
         fail(f"--lm {name}: give a BERT, on the hub or in a folder, or scratch")
-    positions = config.max_position_embeddings
     if "roberta" in config.model_type:  # numbers them from there
         positions -= config.pad_token_id + 1
     tokenizer.model_max_length = min(tokenizer.model_max_length, positions)

@@ -23,8 +23,9 @@ def caption_data(name, root, splits):
         return read_photos(visual_genome, splits, root or "datasets/vg")
     if os.path.isdir(name):
         return [extra("shards").caption_data(name, split) for split in splits]
-    fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards, "
-         "where labels are scored also voc07 or folder; tools/to_jsonl.py FILE converts others")
+    fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards "
+         "(for eval_linear.py also voc07 or folder). python tools/to_jsonl.py FILE converts other "
+         "files")
 
 
 def visual_genome(splits, root):
@@ -33,6 +34,9 @@ def visual_genome(splits, root):
     Each region's phrase is a caption of its photo. The root holds region_descriptions.json,
     image_data.json, VG_100K/ and VG_100K_2/. Both splits come from one reading.
     """
+    for split in splits:
+        if split not in ("train", "val"):
+            fail(f"--data vg has the splits train and val, not {split}")
     paths = {}
     for row in entries(root, "image_data.json"):
         paths[row["image_id"]] = os.path.join(root, *row["url"].split("/")[-2:])

@@ -372,6 +372,22 @@ def test_a_list_is_no_file_of_coco(tmp_path):
         boxes.load("coco", str(tmp_path), "val2017")
 
 
+def test_categories_of_one_name(tmp_path, capsys):
+    """They are one class, as Roboflow's project of dogs has "dog" twice; a line says so."""
+
+    def add(rows):
+        rows.append({"id": 77, "name": "dog"})
+
+    def use(rows):
+        rows[2]["category_id"] = 77
+
+    coco_layout(tmp_path, categories=add, annotations=use)
+    data = boxes.load("coco", str(tmp_path), "val2017")
+    said = "1 of 3 categories have the name of an earlier one: their objects are of that one"
+    assert said in capsys.readouterr().out
+    assert data.names == ["cup", "dog"] and score(data, tmp_path) == MASKS
+
+
 def test_names_with_spaces_in_lists_of_classes(tmp_path):
     """For eval_linear.py --data voc07"""
     folder = voc_layout(tmp_path, "2007", name="photo {}")

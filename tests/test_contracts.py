@@ -180,12 +180,12 @@ def test_what_a_folder_refuses(tiny, tmp_path):
         ("epochs", 3.0, " holds a run with epochs 3.0, not left out: choose another"),
         ("script", "tp", " holds a run with script tp, not virtex"),
         ("fingerprints", [0], " holds a run with other data (photos, captions, tags"),
-        ("format", None, "/checkpoint.pth was written by an earlier version, or not by us: it can"),
+        ("format", None, "/checkpoint.pth was written by an earlier version: it can be measured"),
     ):
         torch.save({**checkpoint, "args": {**checkpoint["args"], name: other}}, path)
         assert f"{tmp_path}{message}" in refusal(command)
     torch.save({"model": {}, "args": argparse.Namespace(lr=0.1)}, path)
-    assert f"{path} was written by an earlier version, or not by us" in refusal(command)
+    assert f"{path} is of no script of ours: choose another --output" in refusal(command)
     torch.save(checkpoint, path)
     path.write_bytes(path.read_bytes()[:900])
     assert f"{path} is cut off, or holds more than" in refusal(command)

@@ -98,7 +98,7 @@ def train(coco_folder, tiny_lm, tmp_path, monkeypatch):
         command += f" --image-size {64 if script == 'icmlm' else 32}"  # attention needs places
         if script == "virtex":
             command += " --hidden 64"
-        if script in ("icmlm", "mmcontrastive"):
+        if script in ("icmlm", "mmcontrastive") or "cluster" in flags:
             command += f" --lm {tiny_lm}"
         if script == "mmcontrastive":
             command += " --caption-views sibling --queue 16 --mlp-hidden 32 --bn-splits 1"
@@ -116,11 +116,14 @@ LOSSES = [  # script, flags, loss; what it trains, as beginnings of names
      "textual.embedding.words textual.output"),
     ("virtex", "--recipe demo --task captioning", "forward", "visual textual"),
     ("virtex", "--recipe demo --task masked_lm", "masked_lm", "visual textual"),
-    ("virtex", "--recipe demo --task token_classification", "token_classification",
-     "visual textual"),
-    # ICMLM Sec. 3.1, App. F.1: the backbone and module tp, with each loss and head
+    *(("virtex", f"--recipe demo --task {task}_classification", f"{task}_classification",
+       "visual textual") for task in ("token", "multilabel")),
+    # ICMLM Sec. 3.1, App. F.1: the backbone and module tp, with labels of each kind
     ("tp", "--labels postag", "loss", "backbone head"),
+    ("tp", "--labels cluster --num-labels 5", "loss", "backbone head"),
     ("tp", "--labels lda --num-labels 5", "loss", "backbone head"),
+    ("tp", "--labels instances", "loss", "backbone head"),
+    ("tp", "--labels rotation", "loss", "backbone head"),
     ("tp", "--labels rotation --arch vgg16_bn", "loss", "backbone head"),
     ("tp", "--labels postag --arch vgg16_bn", "loss", "backbone head"),
     # ICMLM Sec. 3.2, Eqs. 7, 8: the language model is frozen
@@ -182,7 +185,7 @@ def test_what_each_loss_trains(script, flags, loss, modules, train, steps, monke
     found, names = trained(steps)
     assert found == {name for name in names if name.startswith(tuple(modules.split()))}
     assert len(steps) == 3 and found
-    if script == "icmlm":
+    if script == "icmlm" or "cluster" in flags:
         assert steps[0].frozen  # the language model was seen
 
 
@@ -209,12 +212,17 @@ RISING = [0, 0.5, 1, (2 + math.sqrt(3)) / 4, 0.75, 0.5, 0.25, (2 - math.sqrt(3))
 RATES = [  # script, flags; peak rates, for a batch of so many photos; as a fraction of the peak
     # VirTex Sec. 3: warm-up for 10K of 500K iterations, then cosine decay
     ("virtex", "--iters 100", (0.2, 1e-3), 256, cosine(100, warmup=2)),
-    # ICMLM App. F.1: VGG-16, x 0.1 after 80K and 90K of 100K iterations. ICMLM as TP [ours].
+    # ICMLM App. F.1: ResNet-50, cosine; VGG-16, x 0.1 after 80K and 90K of 100K iterations; its
+    # rotations, after 100K and 110K of 120K. ICMLM with VGG-16 as TP [ours], in 200K.
+    ("tp", "--iters 10", (3e-2,), 128, cosine(10)),
     ("tp", "--iters 10 --arch vgg16_bn", (1e-4,), 128, STEPS),
+    ("tp", "--iters 12 --arch vgg16_bn --labels rotation", (1e-3,), 128, 2 * [1.0] + STEPS),
+    ("icmlm", "--iters 10", (3e-2,), 512, cosine(10)),
     ("icmlm", "--iters 10 --arch vgg16_bn --heads 1", (1e-4,), 896, STEPS),
-    # MoCo v1's code: x 0.1 after 120 and 160 of 200 epochs
+    # Contrastive paper Sec. 4.1: cosine; MoCo v1's code: x 0.1 after 120 and 160 of 200 epochs
+    ("mmcontrastive", "--iters 10", (0.03, 4e-5), 512, cosine(10)),
     ("mmcontrastive", "--iters 10 --steps 0.6 0.8", (0.03, 4e-5), 512, MOCO),
-    # ICMLM App. F.1, ResNet-50; contrastive paper Sec. 4.1: cosine. With a warm-up [ours]
+    # Warm-up [ours]
     ("tp", "--iters 8 --warmup 0.25", (3e-2,), 128, RISING),
     ("icmlm", "--iters 8 --warmup 0.25", (3e-2,), 512, RISING),
     ("mmcontrastive", "--iters 8 --warmup 0.25", (0.03, 4e-5), 512, RISING),

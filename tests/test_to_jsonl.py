@@ -114,6 +114,11 @@ def test_folders(files, convert):
     assert captions_of(convert(files, given=[""])[1]) == CAPTIONED
 
 
+def test_columns_are_printed(convert):
+    printed, _ = convert(table("id,file_name,text", "1,img/1.jpg,a"))
+    assert "a.csv: image: file_name; captions: text; not used: id\n" in printed
+
+
 def test_what_it_writes_is_read(convert, tmp_path):
     convert({"a.json": IN_COCO})
     train = one_split(str(tmp_path / "photos.jsonl"))
@@ -138,7 +143,8 @@ COUNTED = {  # rows: captions of the photo, words of the output
         ["a"], "2 rows without a photo, the first: ['{root}/img/3.jpg']",
     ),
     ("img/1.jpg,a", "./img\\1.jpg,a"): (["a"], "1 repeated captions, the first: ['a']"),
-    ("img/1.jpg,&nbsp;",): ([], "1 photos without a caption, the first: ['{root}/img/1.jpg']"),
+    ("img/1.jpg,&nbsp;",): ([], "1 empty captions, left out, the first: ['{root}/a.csv, line 3"),
+    ("img/1.jpg,",): ([], "1 photos without a caption, the first: ['{root}/img/1.jpg']"),
     ("img/1.jpg,<p>1 <b>or</b></p> x<a<b",): (
         ["1 or x<a<b"], "1 captions that lost HTML, the first: ['<p>1",
     ),
@@ -166,6 +172,7 @@ def test_texts_without_photos(convert, tmp_path):
     files = {"img/1.txt": "a\nb", "img/9.txt": "c", "img/.3.txt": "d", ".x/4.txt": "e"}
     printed, lines = convert(files, given=[""])
     assert [line["captions"] for line in lines] == [["a", "b"], []]
+    assert "1 photos have a text of several lines, each of which is a caption, the fir" in printed
     assert f"1 rows without a photo, the first: ['{tmp_path}/img/9.txt']" in printed
 
 
@@ -173,29 +180,33 @@ ROW = {"image": "img/1.jpg", "text": "a"}
 TWICE = {**COCO, "images": [{"id": 1, "file_name": name} for name in "ab"]}
 
 REFUSED = [  # {file: content}, flags, words of the message
-    ({"a.xml": ""}, "", "a.xml must exist, and end in .csv, .tsv, .txt, .xlsx, .json, .jsonl, .pa"),
-    ({"a.jsonl": [ROW]}, "--output {root}/a.jsonl", "must end in .jsonl, and must not be"),
+    ({"a.xml": ""}, "", "a.xml must end in .csv, .tsv, .txt, .xlsx, .json, .jsonl, .parquet"),
+    (table("image,text", "img/1.jpg,a"), "--output {root}/a.csv", "must end in .jsonl, and be"),
     (table("image,text", "b,a"), "--captions c", "a.csv has no column c, but image, text"),
-    (table("x,text", "b,a"), "", "give --image COLUMN, one of x, text; of the usual image, fi"),
-    (table("image,filename,text", "b,b,a"), "", "filename its first line has image and filename"),
-    (table("image,text,caption", "b,b,a"), "", "sentences its first line has text and caption"),
+    (table("x,text", "b,a"), "", "give --image COLUMN, one of x, text (of the usual image, "),
+    (table("image,y", "b,a"), "", "give --captions COLUMN, one of image, y (of the usual capt"),
+    (table("image,filename,text", "b,b,a"), "", ", filename it has image and filename; the fir"),
+    (table("image,text,caption", "b,b,a"), "", "sentences it has text and caption; the first l"),
     (table("image,text,text", "b,b,a"), "", "a.csv has two columns named 'text': rename one"),
-    (table("image,text", "b,a", "b,a,b"), "", "row 2, has 3 cells, but 2 columns are named"),
-    (table("image,text", "b,a", "b"), "", "row 2, has 1 cells, but 2 columns are named"),
+    (table("image,text", "b,a", "b,a,b"), "", "line 3, has 3 cells, but 2 columns are named"),
+    (table("image,text", "b,a", "b"), "", "line 3, has 1 cells, but 2 columns are named"),
+    (table("image,text,", "b,a,", "b,a,b"), "", "line 3, has 3 cells, but 2 columns are named"),
     (table("image,text", 'b,"a" b'), "", "after line 1: ',' expected after '\"': quotes must be"),
     (table("image,text", 'b,"a'), "", "a.csv, after line 1: unexpected end of data: quotes mu"),
-    (table("image,text", "img/1.jpg,\"['a', 'b']\""), "", "row 1: text holds ['a', 'b']: write"),
-    (table("image,text", "\"{'path': 'b'}\",a"), "", "row 1 holds {{'path': 'b'}}: write"),
-    (table("image,text", "3.jpg,a"), "", "photo; that of the first is ['{root}/3.jpg']: see --"),
+    (table("image,text", "img/1.jpg,\"['a', 'b']\""), "", "line 2: text holds ['a', 'b']: write"),
+    (table("image,text", "\"{'path': 'b'}\",a"), "", "line 2: {{'path': 'b'}} is not the path of"),
+    (table("image,text", "3.jpg,a"), "", "photo; that of the first is ['{root}/3.jpg']: cells"),
     (table("image,text", "img/1.jpg,"), "", "no caption is left: {root}/photos.jsonl is not wr"),
     (table("image,text"), "", "a.csv has no rows below the names of its columns"),
-    ({"a.csv": "image,text\nb,ä".encode("latin-1")}, "", "a.csv is not UTF-8 text, save it as su"),
+    ({"a.csv": "image,text\nb,ä".encode("latin-1")}, "", "a.csv, line 2, is not UTF-8 text: save"),
     ({"a.json": '[{"image": 1\n"b"'}, "", "not valid JSON: Expecting ',' delimiter: line 2"),
+    ({"a.json": '[{"image": 1, "image": 2}]'}, "", "an object has a key twice: [('image', '1')"),
     ({"a.json": {"x": [ROW], "y": [ROW]}}, "", "a.json is one object, with x, y: write a list"),
+    ({"a.json": {**ROW, "y": [ROW]}}, "", "a.json is one object, with image, text, y: write a"),
     ({"a.json": ["img/1.jpg"]}, "", 'a.json has no rows such as {{"image": "1.jpg", "captions"'),
     ({"a.json": [{**ROW, "image": ["1", "2"]}]}, "", "row 1: ['1', '2'] is not the path of one"),
+    ({"a.json": [{**ROW, "text": {"de": "a"}}]}, "", "row 1: text holds {{'de': 'a'}}: write"),
     ({"a.json": [{**ROW, "text": [{"from": "bot", "value": "a"}]}]}, "", "text holds {{'from':"),
-    (table("image,text,x", "img/1.jpg,a,-1"), "--tags-if-1 x", "row 1: --tags-if-1 x needs 1 or 0"),
     ({"a.json": TWICE}, "", "a.json: the image b has no id, or that of another image"),
 ]
 
@@ -216,9 +227,10 @@ def test_refused_folders(files, words, convert, tmp_path):
     assert words.format(root=tmp_path) in message
 
 
-@pytest.mark.parametrize("header, between", [
-    ("image,caption", 0), ("image,caption,month", 1), ("caption,image", 60), ("image\tcaption", 1),
-])
+@pytest.mark.parametrize("between", (0, 1, 60))
+@pytest.mark.parametrize(
+    "header", ("image,caption", "image,caption,month", "caption,image", "image\tcaption")
+)
 def test_rows_that_a_quote_swallows(header, between, convert):
     """Two stray quotes in 400 rows join rows into one, whose length is right."""
     mark = "\t" if "\t" in header else ","
@@ -241,8 +253,14 @@ def test_split_of_a_column(convert):
     _, lines = convert(table("image,text,fold", *rows), "--split fold")
     assert [line["split"] for line in lines] == ["val", "train"]
     printed, lines = convert(table("image,text,split", *rows), "--split-name dev")
-    assert [line["split"] for line in lines] == ["val", "val"]
-    assert "a.csv: image: image; captions: text; not used: split\n" in printed
+    assert [line["split"] for line in lines] == ["val", "val"] and "; not used: split\n" in printed
+
+
+def test_all_for_training_is_no_split(convert):
+    """Otherwise no photo would be held out."""
+    printed, lines = convert(table("image,text", "img/1.jpg,a"), "--split-name train")
+    assert lines == [{"image": "img/1.jpg", "captions": ["a"]}]
+    assert "1 photos (no split)" in printed
 
 
 HUB = {"train/metadata.jsonl": {"file_name": "3.jpg", "text": "a"},
@@ -266,9 +284,8 @@ def test_splits_that_would_be_mixed(convert):
     assert "photos are in folders train and validation, but no column says their spl" in message
     message, _ = convert(files, given=["a.csv", "img/a.csv"], how=refusal)
     assert "a.csv has no column split, and its folder is not named train, val or tes" in message
-    # Otherwise no photo would be held out.
-    printed, lines = convert(files, "--split-name train", given=["a.csv"])
-    assert not any("split" in line for line in lines) and "2 photos (no split)" in printed
+    _, lines = convert(files, "--split-name train", given=["a.csv"])
+    assert not any("split" in line for line in lines)
 
 
 TAGS = {  # columns, flags, cells of the two photos: their tags
@@ -297,6 +314,12 @@ def test_tags_in_lists(convert):
     assert [line["tags"] for line in lines] == [["a; b", "c"], []]
     assert " 2 photos with known tags\n" in printed
     assert " 2 tags, 2 different ones: a; b, c\n" in printed
+
+
+def test_votes(convert):
+    rows = table("image,text,x", "img/1.jpg,a,1", "img/2.jpg,b,-1")
+    message, _ = convert(rows, "--tags-if-1 x", how=refusal)
+    assert "a.csv, line 3: --tags-if-1 x needs 1 or 0 (true, false, yes, no), not -1" in message
 
 
 # -------------------------------------------------------------------------------- optional packages

@@ -49,6 +49,8 @@ def main(args):
     todo = [caption for caption in dict.fromkeys(data.all_captions()) if caption not in done]
     todo.sort(key=len)  # similar lengths in a batch: less padding
     print_main(f"{len(done)} captions are in {path} already, {len(todo)} to translate")
+    if not todo:
+        return
     pairs = ("en", "fr"), ("fr", "en"), ("en", "de"), ("de", "en")
     names = [args.translator.format(*pair) for pair in pairs]
     to_fr, from_fr, to_de, from_de = [Translator(name, device, amp) for name in names]

@@ -12,6 +12,7 @@ index holds the paths of the shards: if you move them, make it again with --inde
 """
 
 import glob
+import html
 import io
 import itertools
 import json
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, print_main, progress
 from extras import folders, shards
-from tools.to_jsonl import without_html
+from tools.to_jsonl import HTML_TAG
 
 ENDINGS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # where Pillow's name for a format is not its ending
 
@@ -53,33 +54,36 @@ def get_args(argv=None):
 
 
 def main(args):
+    year = "2017" if args.data == "coco" else ""
+    args.splits = args.splits or [f"train{year}", f"val{year}"]
     common.make_folder(args.output)
     if args.index_only:
-        paths = find_shards(args.index_only, args.splits or ["train", "val"])
+        paths = find_shards(args.index_only, args.splits)
     else:
-        if any(Path(args.output).glob("*.tar")):
-            fail(f"{args.output} holds shards: delete them or change --output")
-        year = "2017" if args.data == "coco" else ""
-        splits = args.splits or [f"train{year}", f"val{year}"]
-        found = common.caption_data(args.data, args.root, splits, tags=True)
-        paths = {split: write_shards(args, split, data) for split, data in zip(splits, found)}
+        for split in args.splits:
+            if any(Path(args.output).glob(f"{glob.escape(split)}-*.tar")):
+                fail(f"{args.output} holds shards of {split}: delete them or change --output")
+        found = common.caption_data(args.data, args.root, args.splits, tags=True)
+        for split, data in zip(args.splits, found):
+            write_shards(args, split, data)
+        paths = defaultdict(list)
+        for path in sorted(Path(args.output).glob("*-*.tar")):  # earlier splits, too
+            paths[path.name.rsplit("-", 1)[0]].append(str(path))
     write_index(args.output, paths)
     print_main(f"use them with --data {args.output}; the splits are {', '.join(paths)}")
 
 
 def write_shards(args, split, data):
-    """Decode or shrink a split's photos on all cores; write those that can be decoded, in order.
-
-    -> paths of the shards
-    """
+    """Decode or shrink a split's photos on all cores; write those that can be decoded, in order."""
     tagged = bool(data.tag_names) & data.tagged
-    paths = []
     with multiprocessing.Pool() as pool:
         files = pool.imap(partial(photo_file, data.open, args.size), data.images, chunksize=20)
         files = iter(progress(files, desc=split, total=len(data), unit=" photos"))
-        for start in range(0, len(data), args.per_shard):
-            paths.append(f"{args.output}/{split}-{len(paths):06d}.tar")
-            with common.writing(paths[-1]) as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for number, start in enumerate(range(0, len(data), args.per_shard)):
+            with (
+                common.writing(f"{args.output}/{split}-{number:06d}.tar") as file,
+                tarfile.open(fileobj=file, mode="w") as tar,
+            ):
                 for n in range(start, min(start + args.per_shard, len(data))):
                     ending, photo = next(files)
                     if not ending:
@@ -92,7 +96,6 @@ def write_shards(args, split, data):
                         entry = tarfile.TarInfo(f"{n:09d}.{suffix}")
                         entry.size = len(content)
                         tar.addfile(entry, io.BytesIO(content))
-    return paths
 
 
 def photo_file(open_photo, size, place):
@@ -117,7 +120,7 @@ def photo_file(open_photo, size, place):
 
 
 def find_shards(patterns, splits):
-    """--index-only: paths, also with * or ?, and with {split} -> {split: paths}"""
+    """--index-only -> {split: paths}"""
     if "{split}" in patterns[0]:
         return {split: shard_paths(patterns, split) for split in splits}
     paths = shard_paths(patterns)
@@ -130,6 +133,7 @@ def find_shards(patterns, splits):
 
 
 def shard_paths(patterns, split=""):
+    """Paths, also with * or ?, in which {split} stands for the split -> those of files, sorted"""
     paths = []
     for pattern in patterns:
         pattern = pattern.replace("{split}", split)
@@ -194,6 +198,11 @@ def read_shard(path):
     return photos, faults
 
 
+def clean(text):
+    """Without HTML's tags, and its entities, which the web often escapes twice"""
+    return common.one_line(HTML_TAG.sub(" ", html.unescape(html.unescape(text))))
+
+
 def key_of(file):
     """ "a/12.seg.png" -> "a/12": as WebDataset does, up to the first dot of the file's name"""
     return re.match(r"(.*/)?[^.]*", file.name, re.S)[0]
@@ -202,36 +211,35 @@ def key_of(file):
 def read_photo(path, tar, files):
     """The files of a key -> place, see shards.open_in_shard; captions; tags or None; their source
 
-    Captions are those of the first place that has one. "captions" and "tags" are read as in a
-    .jsonl; KEY.txt and "caption", of other tools, lose HTML.
+    "captions" and "tags" are read as in a .jsonl; KEY.txt and "caption" of other tools are cleaned.
     """
     beside = {file.name.removeprefix(key_of(file)).lower(): file for file in files}
     found = [suffix for suffix in beside if suffix in folders.PHOTO_ENDINGS]
     if len(found) != 1 or len(beside) < len(files):  # .txt and .TXT
         raise ValueError(f"{len(found)} photos among {', '.join(file.name for file in files)}")
-    texts = {suffix: tar.extractfile(beside[suffix]).read().decode("utf-8-sig")
-             for suffix in (".json", ".txt") if suffix in beside}
-    row = json.loads(texts.get(".json", "{}"))
+    photo, present = beside[found[0]], {".json", ".txt"} & beside.keys()
+    content = {suffix: tar.extractfile(beside[suffix]).read() for suffix in present}
+    row = json.loads(content.get(".json", "{}"))
     if not isinstance(row, dict):
         raise ValueError(f"{beside['.json'].name} is not an object with captions")
-    caption, text = row.get("caption"), texts.get(".txt", "")  # a text, a list of texts, or null
+    caption = row.get("caption")  # of other tools: a text, a list of texts, or null
+    text = content.get(".txt", b"").decode("utf-8-sig")
     if common.one_line(text) == common.one_line(str(caption)):
         text = ""  # img2dataset writes "caption" there, too, also a list, or one with line breaks
     captions, source = [], "no caption in a KEY.txt or KEY.json"
     for where, given, convert in (
-        ('"captions" of KEY.json', row.get("captions"), str),
-        ("KEY.txt", text.splitlines(), without_html),
-        ('"caption" of KEY.json', [caption] if isinstance(caption, str) else caption, without_html),
+        ('"captions" of KEY.json', row.get("captions"), common.one_line),
+        ("KEY.txt", text.splitlines(), clean),
+        ('"caption" of KEY.json', [caption] if isinstance(caption, str) else caption, clean),
     ):
         given = list(filter(None, common.texts(given) or []))
-        read = [text for text in map(common.one_line, map(convert, given)) if text]
-        if read and not captions:
-            captions, source = read, f"captions from {where}"
-            source += ", which lost HTML" if read != given else ""
-        elif read and read != captions:
+        cleaned = list(filter(None, map(convert, given)))
+        if cleaned and not captions:
+            captions, source = cleaned, f"captions from {where}"
+            source += ", which lost HTML" if cleaned != given else ""
+        elif cleaned and cleaned != captions:
             source += f", not those of {where}"
     tags = common.texts(row.get("tags"))
-    photo = beside[found[0]]
     name = common.one_line(photo.name)  # to look at; without tabs
     place = f"{os.path.abspath(path)}\t{name}\t{photo.offset_data}\t{photo.size}"
     return place, captions, tags and list(filter(None, tags)), source

@@ -31,7 +31,11 @@ from tools.tables import read_scores, to_tables
 NO_TERMS = {"iteration", "lr", "text_lr", "images_per_s", "data_wait"}
 VALIDATION = "validation_"
 DOTTED = {"marker": "o", "linestyle": ":", "markersize": 4}
-UNITS = {"forward": "nats per token", "backward": "nats per token", "mlm": "nats per masked word"}
+UNITS = {
+    "forward": "nats per token", "backward": "nats per token", "mlm": "nats per masked word",
+    "lr": "learning rate", "text_lr": "learning rate", "images_per_s": "photos per second",
+    "data_wait": "share of the time",
+}
 
 
 def get_args(argv=None):
@@ -186,7 +190,7 @@ def draw_growth(args):
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
-    tables = to_tables(read_scores())
+    tables = to_tables(read_scores(args.runs[0]))
     steps = {int(name.removeprefix("growth-")): rows for name, rows in tables.items()
              if name.startswith("growth-")}
     names = list(next(iter(steps.values())))

@@ -22,28 +22,25 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-USUAL = {  # columns that need no flag
-    "image": ("image", "file_name", "filepath", "filename"),
-    "captions": ("captions", "caption", "text", "title", "sentences"),
-    "split": ("split",),
-}
+IMAGES = "image", "file_name", "filepath", "filename"  # columns that need no flag
+CAPTIONS = "captions", "caption", "text", "title", "sentences"
 SPLITS = {"train": "train", "training": "train", "restval": "train", "test": "test",
           "val": "val", "valid": "val", "validation": "val", "dev": "val"}
+ROW = '{"image": "1.jpg", "captions": ["a dog"]}'  # what messages show
 TEXT_ENDINGS = ".txt", ".caption"  # beside KEY.jpg; the second is kohya's
-# Of an object: a photo of Hugging Face, a sentence of Karpathy, a turn of a conversation
-INSIDE = "bytes", "path", "raw", "value", "content"
 YES, NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no", "")
 NO_WORDS = "na", "n/a", "#n/a", "<na>", "nan", "none", "null"
-LIST_AS_TEXT = re.compile(r"""(?s)[\[{]\s*['"\[{].*[\]}]""")  # as pandas writes lists into a .csv
-SPACE = re.compile(r"\s*")
-# <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
-HTML_NAMES = "p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h[1-6]"
-HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
+LIST_AS_TEXT = re.compile(
+    r"""(?s)\[\s*['"[({].*\]|\{\s*['"].*\}|\(\s*(['"]).*\1\s*,.*\)|array\(.*\)"""
+)
 
 # Copied from extras/folders.py, whose torch would take 0.5 GB and five seconds.
 PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
 PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
 ADDED_FOLDERS = "@eaDir #recycle @Recycle #snapshot $RECYCLE.BIN lost+found __MACOSX".split()
+# <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
+HTML_NAMES = "p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h[1-6]"
+HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
 
 
 def get_args(argv=None):
@@ -56,9 +53,9 @@ def get_args(argv=None):
     columns = {"nargs": "+", "metavar": "COLUMN", "default": []}
     add("files", nargs="+", metavar="FILE", help="a file with captions, or a folder")
     add("--image", **columns, help="column with the photo or its path; several are parts of the "
-        f"path (default: {', '.join(USUAL['image'])})")
+        f"path (default: {', '.join(IMAGES)})")
     add("--captions", **columns,
-        help=f"columns with a caption or a list of them (default: {', '.join(USUAL['captions'])})")
+        help=f"columns with a caption or a list of them (default: {', '.join(CAPTIONS)})")
     add("--tags", **columns, help="columns with a tag or a list of them")
     add("--separator", help="what stands between several tags in one cell, such as ,")
     add("--tags-if-1", **columns, help="columns with 1 and 0, whose names are the tags")
@@ -79,8 +76,8 @@ def fail(message):
 def main(args):
     output = Path(os.path.abspath(args.output))
     files = [file for given in args.files for file in files_of(Path(os.path.abspath(given)))]
-    if output.suffix != ".jsonl" or output in files:
-        fail(f"--output {output} must end in .jsonl, and must not be the input file")
+    if output.suffix != ".jsonl" or output.is_dir() or output in files:
+        fail(f"--output {output} must end in .jsonl, and be neither a folder nor the input file")
     output.parent.mkdir(parents=True, exist_ok=True)
     photos, notes = {}, defaultdict(list)  # notes: {what is left out or doubtful: examples}
     for file in files:
@@ -94,29 +91,28 @@ def files_of(path):
         found = sorted([*path.glob("metadata.*"), *path.glob("*/metadata.*")])
         return [file for file in found if file.suffix in (".csv", ".jsonl", ".parquet")
                 and (file.parent == path or file.parent.name.lower() in SPLITS)] or [path]
-    if not path.exists() or path.suffix.lower() not in READERS:
-        fail(f"{path} must exist, and end in {', '.join(READERS)} (tar files: make_shards.py)")
+    if not path.exists():
+        fail(f"there is no {path}")
+    if path.suffix.lower() not in READERS:
+        fail(f"{path} must end in {', '.join(READERS)} (tools/make_shards.py reads tar files)")
     return [path]
 
 
 def add_rows(file, args, several, output_folder, photos, notes):
     """Add the rows of a file to photos, {real path: {"image", "captions", "tags", "split"}}."""
-    folder = file if file.is_dir() else file.parent
-    try:
-        names, rows = READERS[file.suffix.lower()](file) if file != folder else read_folder(file)
-    except ModuleNotFoundError as error:
-        fail(f"{error.name} is missing: python -m pip install {error.name}")
+    names, rows = read_folder(file) if file.is_dir() else READERS[file.suffix.lower()](file)
     columns = choose_columns(file, names, args)
+    folder = file if file.is_dir() else file.parent
     split = args.split_name
     if several and not split and not columns["split"]:
-        split = folder.name
-        if split.lower() not in SPLITS:
+        if folder.name.lower() not in SPLITS:
             fail(f"{file} has no column split, and its folder is not named train, val or test: "
-                 "give --split COLUMN, or --split-name NAME for the files of each split")
+                 "give --split COLUMN, or convert the files of each split with --split-name NAME")
+        split = folder.name
         print(f"{file}: split: {split}, the name of its folder")
     root = os.path.abspath(args.root or folder)
-    for number, row in enumerate(rows, 1):
-        where = f"{file}, row {number}"
+    for place, row in rows:
+        where = f"{file}, {place}"
         cells = [row.get(name) for name in columns["image"]]
         path = photo_path(cells, root, args.ending, output_folder, where)
         if not path.lower().endswith(PHOTO_ENDINGS) or not os.path.isfile(path):
@@ -128,17 +124,12 @@ def add_rows(file, args, several, output_folder, photos, notes):
                 notes["repeated captions"].append(text)
             else:
                 photo["captions"].append(text)
-        tags = texts_of(row, args.tags, "tags", where, notes, args.separator)
-        for name in args.tags_if_1:
-            cell = as_text(row.get(name)).lower()
-            if cell not in YES + NO:
-                fail(f"{where}: --tags-if-1 {name} needs 1 or 0 (true, false, yes, no), not {cell}")
-            if not cell:
-                notes["empty cells of --tags-if-1, which count as 0"].append(f"{where}: {name}")
-            tags += [name] if cell in YES else []
-        # An empty cell does not say whether a tag fits, but an empty list does.
-        if tags or args.tags_if_1 or [] in [row.get(name) for name in args.tags]:
-            photo["tags"] = list(dict.fromkeys(photo.get("tags", []) + tags))
+        if args.tags or args.tags_if_1:
+            tags = texts_of(row, args.tags, "tags", where, notes, args.separator)
+            tags += [name for name in args.tags_if_1 if is_1(row.get(name), name, where, notes)]
+            # An empty cell does not say whether a tag fits, but an empty list does.
+            if tags or args.tags_if_1 or [] in [row.get(name) for name in args.tags]:
+                photo["tags"] = list(dict.fromkeys(photo.get("tags", []) + tags))
         if columns["split"]:
             split = as_text(row.get(columns["split"][0]))
         name = SPLITS.get(split.lower(), split)
@@ -146,15 +137,18 @@ def add_rows(file, args, several, output_folder, photos, notes):
             notes["rows in another split than their photo's first"].append(f"{path}, {name}")
 
 
-# ------------------------------------------------- files -> names of columns, {name: cell} of rows
+# ----------------------------- files -> names of columns, (place in the file, {name: cell}) of rows
 
 
 def read_text(path):
     """-> the text of a UTF-8 file, with lines that end with \\n"""
+    content = path.read_bytes()
     try:
-        return path.read_text("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        fail(f"{path} is not UTF-8 text, save it as such: {error}")
+        line = content.count(b"\n", 0, error.start) + 1
+        fail(f"{path}, line {line}, is not UTF-8 text: save it as such")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_csv(path):
@@ -162,28 +156,32 @@ def read_csv(path):
     header = text.split("\n")[0]
     mark = max(",\t;|", key=header.count)
     form = {"delimiter": mark, "skipinitialspace": mark in ",;", "strict": True}
-    reader, table, end = csv.reader(io.StringIO(text), **form), [], 0
+    reader, lines, number = csv.reader(io.StringIO(text), **form), [], 0
     try:
         for cells in reader:
-            start, end = end + 1, reader.line_num
+            first, number = number + 1, reader.line_num
             # If a quote is not closed, its cell holds the separators of at least one row.
             if any("\n" in cell and cell.count(mark) >= header.count(mark) for cell in cells):
-                fail(f"{path}: a quote joins the lines {start} to {end}: close it, or write texts "
-                     f"of several lines as .xlsx or .jsonl: {short(cells)}")
-            table.append(cells)
+                fail(f"{path}: a quote joins the lines {first} to {number}, {short(cells)}. If it "
+                     "is not closed, close it; if the text has several lines, write the table as "
+                     ".xlsx or .jsonl")
+            lines.append((number, cells))
     except csv.Error as error:
-        fail(f"{path}, after line {end}: {error}: quotes must be those of csv")
-    return named_rows(path, table)
+        fail(f"{path}, after line {number}: {error}: quotes must be those of csv")
+    return named_rows(path, "line", lines)
 
 
 def read_excel(path):
     """The first sheet, and values instead of formulas"""
-    import openpyxl
-
+    try:
+        import openpyxl
+    except ModuleNotFoundError:
+        fail("openpyxl is missing: python -m pip install openpyxl")
     sheet, *others = openpyxl.load_workbook(path, data_only=True).worksheets
     if others:
         print(f"{path}: read the sheet {sheet.title}, not {[x.title for x in others]}")
-    return named_rows(path, [list(map(shown, cells)) for cells in sheet.iter_rows()])
+    rows = enumerate(sheet.iter_rows(), 1)
+    return named_rows(path, "row", [(number, list(map(shown, cells))) for number, cells in rows])
 
 
 def shown(cell):
@@ -192,67 +190,79 @@ def shown(cell):
     return as_text(cell.value).zfill(len(cell.number_format) if is_padded else 0)
 
 
-def named_rows(path, table):
-    """table: lists of texts, of which the first one names the columns"""
-    table = [cells for cells in table if any(map(str.strip, cells))]
-    if len(table) < 2:
+def named_rows(path, unit, lines):
+    """lines: [(number, cells)], of which the first one names the columns.  unit: line or row"""
+    lines = [(number, cells) for number, cells in lines if any(map(str.strip, cells))]
+    if len(lines) < 2:
         fail(f"{path} has no rows below the names of its columns")
-    names = [cell.strip() for cell in table[0]]
+    names = [cell.strip() for cell in lines[0][1]]
     while not names[-1]:  # as Excel may write
         names.pop()
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         fail(f"{path} has two columns named {repeated[0]!r}: rename one")
-    for number, cells in enumerate(table):
+    for number, cells in lines:
         if len(cells) < len(names) or any(map(str.strip, cells[len(names) :])):
-            fail(f"{path}, row {number}, has {len(cells)} cells, but {len(names)} columns are "
+            fail(f"{path}, {unit} {number}, has {len(cells)} cells, but {len(names)} columns are "
                  f"named: {short(cells)}. A text that holds the separator needs quotes")
-    return names, [dict(zip(names, cells)) for cells in table[1:]]
+    return names, [(f"{unit} {number}", dict(zip(names, cells))) for number, cells in lines[1:]]
 
 
 def read_parquet(path):
-    from pyarrow import parquet
-
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        fail("pyarrow is missing: python -m pip install pyarrow")
     # By default all photos of a row group would be in memory at once.
     file = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
-    return file.schema_arrow.names, (
-        row for batch in file.iter_batches(16) for row in batch.to_pylist()
-    )
+    rows = (row for batch in file.iter_batches(16) for row in batch.to_pylist())
+    return file.schema_arrow.names, ((f"row {n}", row) for n, row in enumerate(rows, 1))
 
 
 def read_json(path):
     """A list of rows, a row on each line, or an object with rows. Numbers are texts as written."""
-    decoder = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=lambda nan: None)
-    text, rows, end = read_text(path).strip(), [], 0
+    text, rows, end = read_text(path).rstrip(), [], 0
+    numbers = {"parse_int": str, "parse_float": str, "parse_constant": lambda nan: None}
+    decoder = json.JSONDecoder(object_pairs_hook=without_repeats, **numbers)
     try:
         while end < len(text):
-            row, end = decoder.raw_decode(text, end)
+            start = re.compile(r"\s*").match(text, end).end()
+            row, end = decoder.raw_decode(text, start)
             rows.append(row)
-            end = SPACE.match(text, end).end()
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         fail(f"{path} is not valid JSON: {error}")
     if len(rows) == 1 and isinstance(rows[0], list):
         rows = rows[0]
     elif len(rows) == 1 and isinstance(rows[0], dict) and path.suffix.lower() == ".json":
         rows = rows_within(path, rows[0])
-    if not all(isinstance(row, dict) for row in rows):
-        fail(f'{path} has no rows such as {{"image": "1.jpg", "captions": ["a dog"]}}')
-    return list(dict.fromkeys(name for row in rows for name in row)), rows
+    if not rows or not all(row and isinstance(row, dict) for row in rows):
+        fail(f"{path} has no rows such as {ROW}")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return names, [(f"row {n}", row) for n, row in enumerate(rows, 1)]
+
+
+def without_repeats(pairs):
+    """Of a JSON object, of which Python would keep the last value of a key"""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError(f"an object has a key twice: {short(pairs)}")
+    return content
 
 
 def rows_within(path, content):
     """The one list of rows in an object, such as Karpathy's "images"; or COCO's two lists"""
     lists = {name: part for name, part in content.items()
              if isinstance(part, list) and part and isinstance(part[0], dict)}
-    is_coco = {"images", "annotations"} <= lists.keys()
-    read = ["images", "annotations"] if is_coco else [*lists]
-    if len(read) != 1 and not is_coco:
-        fail(f"{path} is one object, with {short(', '.join(content))}: write a list of rows")
+    coco = ["images", "annotations"]
+    read = coco if {*coco} <= lists.keys() else [*lists]
+    if content.keys() & {*IMAGES} or len(read) != 1 and read != coco:
+        fail(f"{path} is one object, with {short(', '.join(content))}: write a list of rows such "
+             f"as [{ROW}, ...]")
     unread = [name for name in content if name not in read]
     print(f"{path}: read {' and '.join(read)}; not used: {short(', '.join(unread))}")
-    if not is_coco:
+    if read != coco:
         return lists[read[0]]
-    files = {}
+    files = {None: None}
     for image in lists["images"]:
         name = image.get("file_name")
         if files.setdefault(image.get("id"), name) != name:
@@ -263,7 +273,8 @@ def rows_within(path, content):
 
 def read_folder(folder):
     """KEY.jpg, and beside it KEY.txt or KEY.caption with a caption on each line"""
-    keys, added, rows = defaultdict(lambda: ([], [])), [], []  # {key: (photos, texts)}
+    keys, rows = defaultdict(lambda: ([], [])), []  # {key: (photos, texts)}
+    added = []
     for name in sorted(glob.glob("**", root_dir=folder, recursive=True)):  # none that is hidden
         path = os.path.join(folder, name)
         key, ending = os.path.splitext(path)
@@ -276,13 +287,17 @@ def read_folder(folder):
               f"archiver has added, the first: {added[0]}")
     if not any(photos and texts for photos, texts in keys.values()):
         fail(f"{folder} has neither metadata.csv or .jsonl nor KEY.txt beside KEY.jpg: name the "
-             "file that holds the captions")
+             "file that holds the captions, or put the texts beside the photos")
     for photos, texts in keys.values():
         if len(texts) > 1 or texts and len(photos) > 1:
             fail(f"which text is of which photo? {', '.join(photos + texts)}: keep one of each")
-        captions = read_text(Path(texts[0])).split("\n") if texts else []
-        captions = list(filter(str.strip, captions))
-        rows += [{"image": path, "captions": captions} for path in photos or texts]
+        lines = read_text(Path(texts[0])).split("\n") if texts else []
+        captions = list(filter(str.strip, lines))
+        rows += [(path, {"image": path, "captions": captions}) for path in photos or texts]
+    several = [path for path, row in rows if len(row["captions"]) > 1]
+    if several:
+        print(f"{folder}: {len(several)} photos have a text of several lines, each of which is a "
+              f"caption, the first: {several[0]}")
     return ["image", "captions"], rows
 
 
@@ -301,18 +316,17 @@ def choose_columns(file, names, args):
     for name in named:
         if name not in names:
             fail(f"{file} has no column {name}, but {short(', '.join(names))}")
-    for what, usual in USUAL.items():
-        found = [name for name in names if name.lower() in usual and name not in named]
-        may_lack = what == "split" or what == "captions" and tags
-        if columns[what] or what == "split" and args.split_name:
-            continue
+    usual = {"image": IMAGES, "captions": CAPTIONS, "split": () if args.split_name else ("split",)}
+    for what in [what for what in usual if not columns[what]]:
+        found = [name for name in names if name.lower() in usual[what] and name not in named]
         if sorted(found) == ["filename", "filepath"] and "sentences" in names:
             columns[what] = ["filepath", "filename"]  # Karpathy's
-        elif len(found) == 1 or not found and may_lack:
+        elif len(found) == 1 or not found and (what == "split" or what == "captions" and tags):
             columns[what] = found
         else:
-            fail(f"{file}: give --{what} COLUMN, one of {short(', '.join(names))}; of the usual "
-                 f"{', '.join(usual)} its first line has {' and '.join(found) or 'none'}")
+            fail(f"{file}: give --{what} COLUMN, one of {short(', '.join(names))} (of the usual "
+                 f"{', '.join(usual[what])} it has {' and '.join(found) or 'none'}; the first line "
+                 "of a table names its columns)")
     used = sum(columns.values(), [])
     columns["not used"] = [name for name in names if name and name not in used]
     taken = [f"{what}: {short(', '.join(found))}" for what, found in columns.items() if found]
@@ -322,64 +336,69 @@ def choose_columns(file, names, args):
 
 def photo_path(cells, root, ending, output_folder, where):
     """-> the path of a photo, or ""; one inside the table becomes a file beside the output"""
-    found = values_in(cells[0], where) if len(cells) == 1 else [os.path.join(*map(as_text, cells))]
-    if len(found) > 1:
-        fail(f"{where}: {short(found)} is not the path of one photo: write a row for each photo")
-    photo = found[0] if found else ""
-    if isinstance(photo, bytes):
+    cell = cells[0] if len(cells) == 1 else "/".join(filter(None, map(as_text, cells)))
+    if isinstance(cell, list) and len(cell) == 1:
+        cell = cell[0]
+    if isinstance(cell, dict):  # Hugging Face's
+        cell = cell.get("bytes") or cell.get("path", cell)
+    if isinstance(cell, bytes):
         # Named by its content, it never overwrites another photo. PIL looks at the content, too.
-        name = f"{hashlib.sha256(photo).hexdigest()[:32]}.jpg"
+        name = f"{hashlib.sha256(cell).hexdigest()[:32]}.jpg"
         path = output_folder / "parquet-photos" / name
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(photo)
+        path.write_bytes(cell)
         return str(path)
-    name = photo.strip().replace("\\", "/")
-    return name and os.path.normpath(os.path.join(root, name + ending))
+    name = as_text(cell)
+    if isinstance(cell, dict | list) or LIST_AS_TEXT.fullmatch(name):
+        fail(f"{where}: {short(cell)} is not the path of one photo: write a row for each photo")
+    return name and os.path.normpath(os.path.join(root, name.replace("\\", "/") + ending))
 
 
 def texts_of(row, columns, what, where, notes, separator=None):
-    """-> the texts in these cells, on one line each, without HTML; none is empty"""
+    """-> the texts in these cells, on one line each, without HTML"""
     texts = []
     for column in columns:
         cell = row.get(column)
         if separator and isinstance(cell, str):
             cell = cell.split(separator)
-        for written in values_in(cell, f"{where}: {column}"):
-            text = without_html(written)
-            if HTML_TAG.search(html.unescape(html.unescape(written))):
+        for written in texts_in(cell, f"{where}: {column}"):
+            written = html.unescape(html.unescape(written))  # the web often escapes twice
+            text = " ".join(HTML_TAG.sub(" ", written).split())
+            if HTML_TAG.search(written):
                 notes[f"{what} that lost HTML"].append(written)
             if "\n" in written.strip():
                 notes[f"{what} with line breaks, now spaces"].append(written)
-            if text.lower() in NO_WORDS or text and not any(map(str.isalpha, text)):
+            if not text:
+                notes[f"empty {what}, left out"].append(where)
+                continue
+            if text.lower() in NO_WORDS or not any(map(str.isalpha, text)):
                 notes[f"{what} without a word (NA, nan, None, null...), kept"].append(text)
             texts.append(text)
-    return list(filter(None, texts))
+    return texts
 
 
-def without_html(text):
-    """On one line, without HTML's tags, and its entities, which the web often escapes twice"""
-    return " ".join(HTML_TAG.sub(" ", html.unescape(html.unescape(text))).split())
-
-
-def values_in(cell, where):
-    """-> what a cell holds: the items of a list, what INSIDE says of an object, or the cell itself
-
-    Of a conversation, it is what the model says.
-    """
+def texts_in(cell, where):
+    """-> the texts in a cell: of a list, of Karpathy's sentences, of a conversation's answers"""
     if isinstance(cell, list):
-        return [value for item in cell for value in values_in(item, where)]
+        return [text for item in cell for text in texts_in(item, where)]
     if isinstance(cell, dict):
         speaker = as_text(cell.get("from", cell.get("role"))).lower()
         if speaker in ("human", "user", "system"):
             return []
-        known = [cell[key] for key in INSIDE if key in cell]
-        if known and speaker in ("", "gpt", "assistant"):
-            cell = next(filter(None, known), None)
-    if cell is None or isinstance(cell, bytes):
-        return [cell] if cell else []
-    if isinstance(cell, dict | list) or LIST_AS_TEXT.fullmatch(as_text(cell)):
+        if speaker in ("", "gpt", "assistant"):
+            cell = cell.get("raw", cell.get("value", cell.get("content", cell)))
+    if isinstance(cell, dict | list | bytes) or LIST_AS_TEXT.fullmatch(as_text(cell)):
         fail(f"{where} holds {short(cell)}: write texts, and lists of texts in a .json")
-    return [str(cell)]
+    return [] if cell is None else [str(cell)]
+
+
+def is_1(cell, name, where, notes):
+    text = as_text(cell).lower()
+    if text not in YES + NO:
+        fail(f"{where}: --tags-if-1 {name} needs 1 or 0 (true, false, yes, no), not {short(cell)}")
+    if not text:
+        notes["empty cells of --tags-if-1, which count as 0"].append(f"{where}: {name}")
+    return text in YES
 
 
 def as_text(cell):
@@ -393,15 +412,16 @@ def short(value):
 def write(output, photos, args, notes):
     """Write the lines; print counts of what they hold and of what is left out or doubtful."""
     if not photos:
-        fail(f"no row has a photo; that of the first is {notes['rows without a photo'][:1]}: see "
-             "--image, --root, and --ending, which appends .jpg, say")
-    splits = Counter(photo.get("split", "no split") for photo in photos)
-    folders = {os.path.dirname(photo["image"]) for photo in photos}
-    inner = [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
-    mixed = SPLITS.keys() & {part for path in inner for part in path.lower().split("/")}
-    if len(mixed) > 1 and not args.split_name and {*splits} == {"no split"}:
+        fail(f"no row has a photo; that of the first is {notes['rows without a photo'][:1]}: cells "
+             "of --image must be paths that start from --root, and --ending appends .jpg, say")
+    folders = {os.path.dirname(photo["image"]).lower() for photo in photos}
+    parts = [set(folder.split("/")) for folder in folders]
+    mixed = SPLITS.keys() & (set.union(*parts) - set.intersection(*parts))
+    if len(mixed) > 1 and not args.split_name and not any("split" in photo for photo in photos):
         fail(f"photos are in folders {' and '.join(sorted(mixed))}, but no column says their split:"
-             " give --split COLUMN, or --split-name train, or the folders as several FILEs")
+             " give --split COLUMN; or --split-name train, of which one in twenty is held out; or "
+             "FOLDER/train FOLDER/val instead of a FOLDER of KEY.txt")
+    splits = Counter(photo.get("split", "no split") for photo in photos)
     if splits.keys() <= {"train", "no split"}:  # some will be held out
         splits = Counter({"no split": len(photos)})
         for photo in photos:
@@ -420,7 +440,13 @@ def write(output, photos, args, notes):
     for photo in photos:
         photo["image"] = os.path.relpath(photo["image"], output.parent)
     lines = [json.dumps(photo, ensure_ascii=False) + "\n" for photo in photos]
-    output.write_text("".join(lines), encoding="utf-8", errors="replace")
+    temporary = Path(f"{output}.tmp")
+    try:
+        temporary.write_text("".join(lines), encoding="utf-8", errors="replace")
+        temporary.replace(output)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        fail(f"{output} cannot be written ({error.strerror})")
     print(f"the first line: {lines[0]}use it with --data {output}")
 
 
