@@ -73,8 +73,8 @@ def read_coco(path):
     """A JSON file in the format of COCO -> its content"""
     content = common.read_json(path)
     if not {"images", "categories", "annotations"} <= set(content):
-        fail(f"{path} lacks images, categories or annotations. Is it of a test split without labels, or in a format "
-             "other than COCO's?")
+        fail(f"{path} lacks images, categories or annotations. Is it of a test split without "
+             "labels, or in a format other than COCO's?")
     return content
 
 
