@@ -69,9 +69,9 @@ def main(args):
         page.write_text(with_lengths(with_tables(page.read_text(), lines)))
 
 
-def read_scores(path=SCORES):
+def read_scores(path=None):
     """-> [{field: text}], the lines of docs/scores.csv"""
-    with open(path, newline="") as file:
+    with open(path or SCORES, newline="") as file:
         return list(csv.DictReader(file))
 
 
