@@ -594,6 +594,7 @@ def set_lr(optimizer, factor):
 # ---------------------------------------------------------------------- processes and precision
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STOPPED_BY = signal.SIGINT, signal.SIGTERM  # see `stop`
 
 
 def init_distributed():
@@ -603,8 +604,14 @@ def init_distributed():
     sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # "?" if there is no UTF-8
     if sys.platform == "linux":  # the default of Python 3.14 would copy the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
-    for number in signal.SIGINT, signal.SIGTERM:
-        signal.signal(number, partial(stop, os.getpid()))
+    for number in STOPPED_BY:
+        signal.signal(number, stop)
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(
+            before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOPPED_BY),
+            after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPPED_BY),
+            after_in_child=end_silently,
+        )
     local = dist.get_node_local_rank(0)
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
@@ -617,6 +624,13 @@ def init_distributed():
             print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
         dist.init_process_group(backend, timeout=timedelta(hours=6))  # while one makes labels
     return device
+
+
+def end_silently():
+    """Let the system end a worker, also by a signal that came while it was forked."""
+    for number in STOPPED_BY:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPED_BY)
 
 
 def end_distributed():
@@ -718,13 +732,9 @@ def on_all_cores(function, items, desc):
         yield function(items)
         return
     parts = [items[start : start + size] for start in range(0, len(items), size)]
-    pool = multiprocessing.Pool()
-    try:
+    with multiprocessing.Pool() as pool:
         results = pool.imap(function, parts)
         yield from progress(results, desc=desc, total=len(parts), leave=False)
-    finally:  # no `with`, which kills: a process that has just begun may lose the signal
-        pool.close()
-        pool.join()
 
 
 # -------------------------------------------------------------------------------- a training run
@@ -1036,10 +1046,10 @@ def iterations(done, iters):
     return progress(count(), initial=done, total=iters, unit=" its")
 
 
-def stop(process, number, frame):
+def stop(number, frame):
     """Ctrl-C and SIGTERM end the first process in one line, and all others silently."""
     signal.signal(number, signal.SIG_IGN)  # Slurm and torchrun both send one
-    if is_main() and os.getpid() == process:  # else it is a worker, which inherits this handler
+    if is_main():
         tqdm.write("")
         if "saved" in RUN:
             saved = f"the checkpoint is of {RUN['saved']}; the same command goes on from there"
