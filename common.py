@@ -273,8 +273,8 @@ def mirrored(names):
     for k, name in enumerate(names):
         other = swap_left_right(name)
         inside = re.sub("left|right", lambda side: OTHER_SIDE[side[0]], lower[k])
-        if other in names:
-            becomes[k] = names.index(other) if other != name else k
+        if other != name and other in names:
+            becomes[k] = names.index(other)
         elif lower.count(lower[k]) == lower.count(inside) == 1:
             becomes[k] = lower.index(inside)
     swapped = [name for k, name in enumerate(names) if becomes[k] != k]

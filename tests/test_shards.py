@@ -204,7 +204,7 @@ def test_brackets_in_folders(tmp_path):
     flags = "--data", tmp_path / "a.jsonl", "--splits", "train", "--output", folder
     run_here(["tools.make_shards", *flags])
     assert list(one_split(str(folder)).captions) == [["a"]]
-    assert "holds shards: delete them or" in refusal(["tools.make_shards", *flags])
+    assert "holds shards of train: delete them or" in refusal(["tools.make_shards", *flags])
     (folder / "train.index").unlink()
     line = refusal(["virtex.py", "--data", folder, "--output", tmp_path / "run"])
     pattern = line.split("--index-only ")[1].strip("'").replace("*", "{split}-*")
