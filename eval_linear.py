@@ -202,6 +202,7 @@ def main(args):
             counts = f"{len(run.train_rows)} training and {len(run.test_rows)} test photos"
             print_main(f"{source}, seed {run.args.seed}, {counts} of {sizes[source]} px: "
                        f"{format_scores(scores, data.names)}")
+        del learned, tested  # else the next backbone's features would be in memory beside them
     tested = len(data) + len(val) if args.both_ways else len(test_rows)
     if tested < 300:
         print_main(f"the scores are rough: they are of only {tested} photos")
