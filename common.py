@@ -270,16 +270,17 @@ def mirrored(names):
     names = list(map(str, names))  # iNaturalist's are numbers
     lower = [name.lower() for name in names]
     becomes = np.arange(len(names))
+    alone = []
     for k, name in enumerate(names):
         other = swap_left_right(name)
         inside = re.sub("left|right", lambda side: OTHER_SIDE[side[0]], lower[k])
         if other != name and other in names:
             becomes[k] = names.index(other)
-        elif lower.count(lower[k]) == lower.count(inside) == 1:
+        elif inside != lower[k] and lower.count(inside) == lower.count(lower[k]) == 1:
             becomes[k] = lower.index(inside)
+        elif other != name:
+            alone.append(name)
     swapped = [name for k, name in enumerate(names) if becomes[k] != k]
-    alone = [name for k, name in enumerate(names)
-             if becomes[k] == k and swap_left_right(name) != name]
     for what, found in (("change sides", swapped), ("stay, for want of the other side", alone)):
         if found and is_main():
             report_once(f"in mirrored photos {len(found)} labels {what}: {', '.join(found[:2])}")

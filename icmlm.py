@@ -281,7 +281,7 @@ def main(args):
         last = iteration == iters
         validating = last or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
-            row = {**log.means(), "lr": args.lr * decay}
+            row = log.means() | {"lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
                 print_main(f"validation after {iteration:,} of {iters:,} iterations:")

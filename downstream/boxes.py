@@ -159,8 +159,8 @@ def complete(content, source, name):
             found = []
         # Ids count from 1, because pycocotools takes 0 for no match. It needs an area, for scores
         # of small and of large objects, which we do not print.
-        row |= {"id": number, "bbox": [x, y, width, height], "area": width * height}
-        row["category_id"] = ids[names[row["category_id"]]]
+        row |= {"id": number, "category_id": ids[names[row["category_id"]]]}
+        row |= {"bbox": [x, y, width, height], "area": width * height}
         row |= {"segmentation": found, "iscrowd": int(row.get("iscrowd") or 0)}
         empty = not min(width, height) > 0.01  # or NaN
         beyond = max(-x, -y, x + width - photo["width"], y + height - photo["height"])

@@ -141,7 +141,8 @@ def draw_term(panel, term, runs):
     percent = term.endswith(("top1", "top5", "mAP")) or "R@" in term
     panel.set(title=term, xlabel="iteration", ylabel=UNITS.get(term, "%" if percent else "nats"))
     if percent:
-        panel.set_ylim(bottom=0, top=min(100, panel.get_ylim()[1]))
+        bottom, top = panel.get_ylim()
+        panel.set_ylim(max(0, bottom), min(100, top))
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
 
