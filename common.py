@@ -43,9 +43,12 @@ def fail(message):
     sys.exit(f"error: {message}")
 
 
+EXTRAS = Path(__file__).with_name("extras")
+
+
 def extra(name):
     """Import extras/{name}.py, which a copied script may lack."""
-    if not Path(__file__).with_name("extras").is_dir():
+    if not EXTRAS.is_dir():
         fail("the folder extras is missing: copy it beside the script")
     return importlib.import_module(f"extras.{name}")
 
@@ -590,6 +593,72 @@ def set_lr(optimizer, factor):
     """Set the learning rates to `factor` times their peaks, with which the optimizer was built."""
     for group in optimizer.param_groups:
         group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # kept in checkpoints
+
+
+# ------------------------------------------------------------------- language models of others
+
+
+def import_transformers():
+    """-> the module transformers, without its reports and bars"""
+    import transformers  # only here, because it takes seconds, and --help needs none
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def load_tokenizer(name, **options):
+    """name: a BERT or RoBERTa on the hub, or a folder -> its tokenizer, its configuration
+
+    options: of the tokenizer. It reads no more tokens than its model has positions.
+    """
+    import huggingface_hub
+
+    transformers = import_transformers()
+    try:
+        folder = name
+        if not os.path.isdir(name):  # asks once; transformers would ask for a minute
+            patterns = "*.json", "*.txt", "*.model"  # not the weights
+            folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        # The vector of the first token must be that of [CLS], not of padding.
+        options["padding_side"] = "right"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        positions = config.max_position_embeddings
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        fail(f"--lm {name} is not a folder, and the hub (huggingface.co) cannot be reached")
+    except (OSError, ValueError, AttributeError):  # the last of a T5, which has no positions
+        fail(f"--lm {name}: give a BERT, on the hub or in a folder, or scratch")
+    if "roberta" in config.model_type:  # numbers them from there
+        positions -= config.pad_token_id + 1
+    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+    return tokenizer, config
+
+
+def load_model(name, kind, **options):
+    """name: as above -> the model in float32, in eval mode. A missing pooler is drawn at random.
+
+    kind: a class of transformers, such as "AutoModel".  options: of its from_pretrained
+    """
+    build = getattr(import_transformers(), kind).from_pretrained
+    try:
+        model, report = build(name, output_loading_info=True, **options)
+    except (OSError, ValueError) as error:
+        fail(f"--lm {name} cannot be loaded: {str(error).splitlines()[0]}")
+    missing = sorted(weight for weight in report["missing_keys"] if "pooler" not in weight)
+    if missing:
+        fail(f"--lm {name} lacks weights of {type(model).__name__}: {missing[:3]}")
+    return model.float()  # transformers 5 keeps half precision
+
+
+def check_tokenizer(tokenizer, captions, name):
+    """Does it know the words of the captions? See extras/language.py, which a copy may lack."""
+    if EXTRAS.is_dir():
+        extra("language").check_tokenizer(tokenizer, captions, name)
+    else:
+        print_main(f"without the folder extras, it is not checked whether {name} knows the words "
+                   "of the captions")
 
 
 # ---------------------------------------------------------------------- processes and precision

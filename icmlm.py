@@ -421,8 +421,7 @@ def make_triplets(args, splits, tokenizer):
     if args.pos == "nn":
         print_main(WHO_TAGGED[args.tagger])
     if args.lm != "scratch":
-        language = common.extra("language")
-        language.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
+        common.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])
@@ -540,9 +539,8 @@ def collate(samples):
 
 def load_language_model(name, device, amp):
     """name: a BERT or RoBERTa, on the hub or in a folder -> tokenizer, LanguageModel"""
-    language = common.extra("language")
-    tokenizer, _ = language.load_tokenizer(name)
-    model = language.load_model(name, "AutoModelForMaskedLM", attn_implementation="sdpa")
+    tokenizer, _ = common.load_tokenizer(name)
+    model = common.load_model(name, "AutoModelForMaskedLM", attn_implementation="sdpa")
     if not (hasattr(model, "cls") or hasattr(model, "lm_head")):
         fail(f"--lm {name} is a {type(model).__name__}, not a BERT or RoBERTa")
     return tokenizer, LanguageModel(model.to(device), amp)

@@ -223,7 +223,7 @@ def main(args):
     encoders = build_encoders(args, config, bn_group)
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
-        bert = common.extra("language").load_model(pretrained, "AutoModel")
+        bert = common.load_model(pretrained, "AutoModel")
         encoders["caption"].trunk.bert.load_state_dict(bert.state_dict())
     if init:
         backbone.load_state_dict(init)  # before the momentum encoders copy it
@@ -538,7 +538,6 @@ def load_caption_model(args, checkpoint, train, device):
     """-> BERT's tokenizer, its configuration, and where its weights are (None: random)"""
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
-    language = common.extra("language")
     folder = f"{args.output}/caption_model"
     captions = train.all_captions()
     if common.is_main() and not checkpoint:  # once, for all processes and a run that resumes
@@ -546,12 +545,12 @@ def load_caption_model(args, checkpoint, train, device):
             common.extra("small_bert").make_caption_model(folder, args, captions, device)
         else:  # "Ours (scratch)" of Tab. 1 has BERT's configuration and tokenizer
             source = "bert-base-uncased" if args.lm == "scratch" else args.lm
-            tokenizer, config = language.load_tokenizer(source, model_max_length=MAX_TOKENS)
-            language.check_tokenizer(tokenizer, captions, f"--lm {source}")
+            tokenizer, config = common.load_tokenizer(source, model_max_length=MAX_TOKENS)
+            common.check_tokenizer(tokenizer, captions, f"--lm {source}")
             tokenizer.save_pretrained(folder)
             config.save_pretrained(folder)
     common.barrier()
-    tokenizer, config = language.load_tokenizer(folder)
+    tokenizer, config = common.load_tokenizer(folder)
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     rows = tokenizer(some, add_special_tokens=False)["input_ids"]
     longest = tokenizer.model_max_length

@@ -412,14 +412,13 @@ def cluster_labels(args, splits, device):
             lm, splits[0].all_captions(), args.lm_iters, args.seed, device, args.amp,
             max_words=args.max_words,
         )
-    language = common.extra("language")
-    tokenizer, _ = language.load_tokenizer(lm)
-    bert = language.load_model(lm, "AutoModel").to(device)  # without its head
+    tokenizer, _ = common.load_tokenizer(lm)
+    bert = common.load_model(lm, "AutoModel").to(device)  # without its head
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # [CLS] and [SEP] are added
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     captions = splits[0].all_captions()
     if args.lm != "scratch":
-        language.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
+        common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.

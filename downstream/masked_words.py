@@ -56,8 +56,7 @@ def main(args):
         data = replace(photo_files([args.photo]), captions=captions)
     else:
         data = validation_photos(args, trained, tokenizer)
-    language = common.extra("language")
-    language.check_known(tokenizer, data.all_captions(), "the language model")
+    common.extra("language").check_known(tokenizer, data.all_captions(), "the language model")
     maskable = [{} for _ in range(len(data))]  # of each photo {word: where it occurs first}
     names = list(concepts)
     for photo, _, position, concept in icmlm.find_triplets(data, concepts, tokenizer).tolist():

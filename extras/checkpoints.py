@@ -133,11 +133,9 @@ class ClipEncoder(nn.Module):
     def __init__(self, name):
         super().__init__()
         import huggingface_hub  # only here, because they take seconds
-        import transformers
         from transformers import image_utils
 
-        transformers.logging.set_verbosity_error()  # no report of CLIP's text encoder, and no bars
-        transformers.logging.disable_progress_bar()
+        transformers = common.import_transformers()
         try:
             if not os.path.isdir(name):  # this asks once; transformers would ask for a minute
                 huggingface_hub.snapshot_download(name, allow_patterns="config.json")

@@ -12,7 +12,6 @@ import regex
 import tokenizers
 import torch
 import torch.nn.functional as F
-import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 
@@ -24,8 +23,7 @@ BATCH_SIZE = 64
 LR = 1e-3
 MAX_LENGTH = 64  # tokens per caption, or more with --max-words
 
-transformers.logging.set_verbosity_error()  # no reports on what it loads and saves
-transformers.logging.disable_progress_bar()
+transformers = common.import_transformers()
 
 
 def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_words=0):

@@ -347,8 +347,8 @@ def test_photos_that_cannot_be_decoded(script, tiny, coco_folder, tmp_path):
 
 @every_script
 def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, real_models):
-    """Two files train on a .jsonl, from a backbone, with no other flag but sizes. What needs the
-    folder extras, too, says so: a language model, the scenes.
+    """Two files train on a .jsonl, from a backbone, with no other flag but sizes and --lm. They say
+    what needs the folder extras: whether --lm knows the words, and the scenes.
 
     virtex.py starts as a user starts it, in a Python of its own.
     """
@@ -362,17 +362,8 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
     flags = "--data photos.jsonl --iters 2 --image-size 32 --workers 0 --batch-size 16".split()
     flags += ["--lm", tiny_lm] if script in ("icmlm", "mmcontrastive") else []
     flags += ["--lambda-words", 2] if script == "virtex" else []
+    flags += ["--labels", "cluster", "--lm", tiny_lm] if script == "tp" else []
     command = f"{script}.py", *flags, "--init", "weights.pth"
-
-    def lacks_extras(*command):
-        code, printed = run_copy(tmp_path, *command)
-        line = "error: the folder extras is missing: copy it beside the script"
-        return code == 1 and line in printed
-
-    assert lacks_extras(f"{script}.py", "--data", "shapes")
-    if "--lm" in command:
-        assert lacks_extras(*command)
-        shutil.copytree(ROOT / "extras", tmp_path / "extras")
     if script == "virtex":
         printed = finished(run_script(*command, cwd=tmp_path)).stdout
     else:
@@ -388,6 +379,11 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
     _, usual, *_ = __import__(script).FLAGS["lr"]
     assert of_backbone == args["lr"] == pytest.approx(0.1 * usual * 16 / 64)
     assert {*others} == {*map(args.get, RATES_OF_NEW_LAYERS[script])}
+    unchecked = f"it is not checked whether --lm {tiny_lm} knows the words of the captions"
+    assert printed.count(unchecked) == (script != "virtex")
+    code, printed = run_copy(tmp_path, f"{script}.py", "--data", "shapes")
+    assert code == 1
+    assert "error: the folder extras is missing: copy it beside the script" in printed
 
 
 @every_script
