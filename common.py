@@ -211,7 +211,7 @@ def jsonl_photos(splits, root, file):
     """
     if not os.path.isfile(file):
         fail(f"there is no file {file}")
-    rows, paths, unread, number = [], set(), {}, 0
+    photos, tag_names, paths, unread, named, number = defaultdict(list), {}, set(), {}, False, 0
     try:
         for number, line in enumerate(open(file, "rb"), 1):
             if not line.strip():
@@ -226,21 +226,22 @@ def jsonl_photos(splits, root, file):
             tags = texts(content.pop("tags", None))
             split = content.pop("split", None)
             [split] = texts(["" if split is None else split])
-            rows.append((path, captions, tags, split))
+            photos[split or "train"].append((path, captions, tags))
+            tag_names |= dict.fromkeys(filter(None, tags or ()))
             paths.add(path)
+            named = named or split != ""
             unread |= content
     except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
         fail(f"{file}, line {number}: {error or type(error).__name__}. Expected, in UTF-8: "
              f"{JSONL}. tools/to_jsonl.py converts other files")
-    if not any(split for *_, split in rows):
-        rows = [(*row, "" if n % 20 else "val") for n, (*row, _) in enumerate(rows)]
-    sizes = Counter(split or "train" for *_, split in rows)
-    listed = ", ".join(f"{size:,} photos in {split}" for split, size in sizes.items())
+    if not named:
+        rows = photos["train"]
+        photos = {"train": [row for n, row in enumerate(rows) if n % 20], "val": rows[::20]}
+    listed = ", ".join(f"{len(rows):,} photos in {split}" for split, rows in photos.items())
     more = f"; keys that are not read: {', '.join(unread)}" if unread else ""
     print_main(f"{file}: {listed}{more}")
-    tag_names = list(dict.fromkeys(tag for _, _, tags, _ in rows for tag in tags or () if tag))
     for split in splits:
-        yield [row[:3] for row in rows if (row[3] or "train") == split], tag_names
+        yield photos.get(split), list(tag_names)
 
 
 def fingerprint(names, *columns):

@@ -66,6 +66,11 @@ class Mapped:
     def __len__(self):
         return len(self.starts)
 
+    def __iter__(self):  # in half of the time of __getitem__
+        view = memoryview(self.content)
+        for start, end in zip(self.starts.tolist(), self.ends.tolist()):
+            yield str(view[start:end], "utf-8")
+
     def __getitem__(self, key):
         start, end = self.starts[key], self.ends[key]
         if np.ndim(start):

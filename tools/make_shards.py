@@ -187,7 +187,7 @@ def read_shard(path):
                                      "shard is left out: use tar --sort=name")
                 keys.add(key)
                 try:
-                    photos.append(read_photo(path, tar, files))
+                    photos.append(read_photo(path, tar, key, files))
                 except Exception as error:  # two photos, no UTF-8, no JSON, wrong types
                     faults.append(f"{key}: {type(error).__name__}: {error}")
             tar.fileobj.seek(tar.offset)
@@ -208,12 +208,12 @@ def key_of(file):
     return re.match(r"(.*/)?[^.]*", file.name, re.S)[0]
 
 
-def read_photo(path, tar, files):
+def read_photo(path, tar, key, files):
     """The files of a key -> place, see shards.open_in_shard; captions; tags or None; their source
 
     "captions" and "tags" are read as in a .jsonl; KEY.txt and "caption" of other tools are cleaned.
     """
-    beside = {file.name.removeprefix(key_of(file)).lower(): file for file in files}
+    beside = {file.name.removeprefix(key).lower(): file for file in files}
     found = [suffix for suffix in beside if suffix in folders.PHOTO_ENDINGS]
     if len(found) != 1 or len(beside) < len(files):  # .txt and .TXT
         raise ValueError(f"{len(found)} photos among {', '.join(file.name for file in files)}")
