@@ -181,7 +181,7 @@ def run(
         if row:
             row["lr"] = optimizer.param_groups[0]["lr"]
             log.write(iteration, row | scores)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
         common.save_if_due(args, iteration, state, validated=iteration == iters)
 
 

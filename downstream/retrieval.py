@@ -257,7 +257,8 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
             fail(f"the loss is not finite in epoch {epoch + 1}: try a lower --lr")
         scores = fold_scores(compare(model, val_data, val_features), image_of_caption(val_data))
         recalls = sum(scores[name] for name in scores if "R@" in name)
-        bar.set_postfix(loss=f"{loss.item() / len(batch):.3f}", recalls=f"{recalls:.1f}")
+        shown = {"loss": f"{loss.item() / len(batch):.3f}", "recalls": f"{recalls:.1f}"}
+        bar.set_postfix(shown, refresh=False)
         if recalls > best_recalls:
             best_recalls = recalls
             best = copy.deepcopy(model.state_dict())

@@ -175,7 +175,7 @@ def train_mlp(features, tags, vectors, args, seed):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     if not loss.isfinite():
         fail("the loss is not finite: try a lower --lr")
     return mlp

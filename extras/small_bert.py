@@ -72,7 +72,7 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_w
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if iteration % 10 == 0:
-            bar.set_postfix(loss=f"{loss.item():.2f}")
+            bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
     if not math.isfinite(loss.item()):
         fail("the loss of the small BERT is not finite: try another --seed or --amp off")
     model.save_pretrained(folder)

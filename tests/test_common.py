@@ -277,6 +277,20 @@ def test_imagenet_without_a_network(monkeypatch):
         common.read_init(args)
 
 
+def test_bars_without_a_terminal(capsys, monkeypatch):
+    """A line each 30 seconds, with the numbers of that moment, and one at the end"""
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    bar = common.progress(range(100), desc="photos")
+    for n in bar:
+        bar.set_postfix(number=n, refresh=False)
+        now[0] += 1
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("photos: ") for line in lines)
+    shown = [re.search(r"(\d+)/100 .* number=(\d+)", line) for line in lines]
+    assert [(int(x[1]), int(x[2])) for x in shown] == [(30, 29), (60, 59), (90, 89), (100, 99)]
+
+
 def test_a_terminal_without_utf8():
     code = "import common; common.init_distributed(); common.print_main('caf\u00e9')"
     ended = run_script("-c", code, PYTHONIOENCODING="ascii")

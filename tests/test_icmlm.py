@@ -230,11 +230,12 @@ def test_eq4_is_computed_in_float32(amp, monkeypatch):
     assert found == [("highest", False, torch.float32)] and scores.dtype == torch.float32
 
 
-def test_another_language_model_in_the_same_folder(tiny, tmp_path):
+def test_another_language_model_in_the_same_folder(tiny, tmp_path, capsys):
     """--lm FOLDER was trained again: the run that read it is not resumed with another."""
     folder = tmp_path / "lm"
     captions = ["a red circle on the left", "the blue star is large", "a moon stands"]
     small_bert.train(folder, 9 * captions, 2, 0, CPU, "off", layers=1, width=64)
+    assert not capsys.readouterr().err  # no line of a bar without a terminal
     command = tiny("icmlm", tmp_path / "run", "--iters", 2, "--lm", folder)
     run_here(command)
     small_bert.train(folder, 9 * captions, 2, 1, CPU, "off", layers=1, width=64)
