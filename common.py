@@ -601,11 +601,13 @@ def set_lr(optimizer, factor):
 
 def import_transformers():
     """-> the module transformers, without its reports and bars"""
-    import transformers  # only here, because it takes seconds, and --help needs none
+    import huggingface_hub  # only here, because they take seconds, and --help needs none
+    import transformers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()  # those of downloads, too, which take minutes
+    huggingface_hub.utils.enable_progress_bars()
     return transformers
 
 

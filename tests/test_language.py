@@ -147,6 +147,13 @@ def test_no_hub(tiny, tmp_path, monkeypatch):
     assert "--lm some/bert is not a folder, and the hub (huggingface.co) cannot be" in message
 
 
+def test_bars_of_downloads():
+    """transformers' own are off, which would also switch off those of the hub's downloads."""
+    transformers = common.import_transformers()
+    assert not transformers.logging.is_progress_bar_enabled()
+    assert not huggingface_hub.utils.are_progress_bars_disabled()
+
+
 def test_models_that_do_not_load(tiny, tiny_lm, tmp_path):
     """A folder without weights, as caption_model is; weights that lack a layer; another kind"""
     shutil.copytree(tiny_lm, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
