@@ -19,7 +19,7 @@ import textwrap
 import time
 import unicodedata
 import zlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 
 def fail(message):
-    """Exit with one line instead of a traceback, because the user can fix it."""
+    """Exit with one line instead of a traceback, for what the user can mend."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all fail in the same way, torchrun ends the others before they print
     sys.exit(f"error: {message}")
@@ -76,7 +76,7 @@ def lists(rows):
 
 
 def open_photo(path):
-    """-> PIL image, not yet decoded. Of a path, PIL maps some turned TIFFs in the wrong shape."""
+    """-> PIL image, not yet decoded. Given a path, PIL would read some rotated TIFFs wrongly."""
     return Image.open(io.BytesIO(Path(path).read_bytes()))
 
 
@@ -132,8 +132,8 @@ def read_photos(read, splits, *given):
 
     read(splits, *given) yields for each split [(path, captions, tags or None)] and names of tags
     """
-    data = [None for _ in splits]
-    if is_main():  # one process reads, because the annotations of COCO take 3 GB meanwhile
+    data = [None] * len(splits)
+    if is_main():  # one process reads, because the annotations of COCO take 3 GB while it does
         found = read(splits, *given)
         data = [to_caption_data(split, *next(found)) for split in splits]
         names = dict.fromkeys(name for part in data for name in part.tag_names)  # of all splits
@@ -211,7 +211,9 @@ def jsonl_photos(splits, root, file):
     """
     if not os.path.isfile(file):
         fail(f"there is no file {file}")
-    photos, tag_names, paths, unread, named, number = defaultdict(list), {}, set(), {}, False, 0
+    photos, named = defaultdict(list), False  # of each split; does a line have a split?
+    tag_names, unread, paths = {}, {}, set()  # the first two are dictionaries to keep the order
+    number = 0
     try:
         for number, line in enumerate(open(file, "rb"), 1):
             if not line.strip():
@@ -221,7 +223,7 @@ def jsonl_photos(splits, root, file):
                 raise ValueError('it needs "image", and "captions" instead of "caption"')
             path = os.path.abspath(os.path.join(root, content.pop("image")))
             if path in paths:
-                raise ValueError(f"{path} has an earlier line: join the two")
+                raise ValueError(f"{path} is on an earlier line, too: join the two")
             captions = texts(content.pop("captions", None)) or []
             tags = texts(content.pop("tags", None))
             split = content.pop("split", None)
@@ -231,8 +233,8 @@ def jsonl_photos(splits, root, file):
             paths.add(path)
             named = named or split != ""
             unread |= content
-    except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
-        fail(f"{file}, line {number}: {error or type(error).__name__}. Expected, in UTF-8: "
+    except Exception as error:  # not UTF-8, not JSON, no "image", wrong types
+        fail(f"{file}, line {number}: {str(error) or type(error).__name__}. Expected, in UTF-8: "
              f"{JSONL}. tools/to_jsonl.py converts other files")
     if not named:
         rows = photos["train"]
@@ -269,7 +271,7 @@ def mirrored(names):
     """For each of the labels the index of the one that it becomes in a mirrored photo -> (N,)
 
     It is the one with left and right swapped; if none is exactly that, also within words and in
-    other capitals (leftHand, Righthand). A label without such a one stays. [ours]
+    other capitals (leftHand, Righthand). A label without a counterpart stays. [ours]
     """
     names = list(map(str, names))  # iNaturalist's are numbers
     lower = [name.lower() for name in names]
@@ -285,7 +287,7 @@ def mirrored(names):
         elif other != name:
             alone.append(name)
     swapped = [name for k, name in enumerate(names) if becomes[k] != k]
-    for what, found in (("change sides", swapped), ("stay, for want of the other side", alone)):
+    for what, found in (("change sides", swapped), ("stay: the other side is missing", alone)):
         if found and is_main():
             report_once(f"in mirrored photos {len(found)} labels {what}: {', '.join(found[:2])}")
     return becomes
@@ -295,10 +297,6 @@ def mirrored(names):
 
 NO_JITTER = np.float32([1, 1, 1, 0])  # factors of brightness, contrast and saturation; hue
 MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])  # of ImageNet
-YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
-KEEP_GREY = (1, 0, 0), (0, 0, 0), (0, 0, 0)  # they multiply (Y, I, Q) from the right
-KEEP_COLOURS = (0, 0, 0), (0, 1, 0), (0, 0, 1)
-TURN_COLOURS = (0, 0, 0), (0, 0, 1), (0, -1, 0)
 report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
 
 
@@ -360,16 +358,16 @@ def read_crops(data, index, crops, size):
             ImageOps.exif_transpose(crop, in_place=True)  # as people see them
         return [resize(crop, size) for crop in cut]
     except UnidentifiedImageError:
-        raise Unreadable(f"{data.images[index]} (it is no image that PIL can read)")
+        raise Unreadable(f"{data.images[index]} (it is not an image that PIL can read)")
     except Exception as error:  # PIL's decoders raise a dozen kinds
-        raise Unreadable(f"{data.images[index]} ({error or type(error).__name__})")
+        raise Unreadable(f"{data.images[index]} ({str(error) or type(error).__name__})")
 
 
 def to_rgb(image):
     """PIL image -> RGB: 16-bit greys are scaled from their own range, transparency is white"""
     info = image.info  # with EXIF's orientation
     if image.mode == "F":
-        raise ValueError("of floats: convert it to 8 bits, with a range of your choice")
+        raise ValueError("its pixels are floats: convert it to 8 bits, with a range of your choice")
     if image.mode[0] == "I":
         values = np.asarray(image)
         low, high = np.percentile(values, [0.1, 99.9])  # without a few broken pixels
@@ -380,7 +378,7 @@ def to_rgb(image):
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    if image.mode != "RGB":  # else it would be copied
+    if image.mode != "RGB":  # an RGB image would be copied
         image = image.convert("RGB")
     image.info = info
     return image
@@ -486,6 +484,12 @@ def augment(images, jitter=None):
     return pixels.sub_(mean).div_(std).unflatten(1, size).movedim(3, 1)
 
 
+YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
+KEEP_GREY = (1, 0, 0), (0, 0, 0), (0, 0, 0)  # they multiply (Y, I, Q) from the right
+KEEP_COLOURS = (0, 0, 0), (0, 1, 0), (0, 0, 1)
+TURN_COLOURS = (0, 0, 0), (0, 0, 1), (0, -1, 0)
+
+
 @cache
 def constants_on(device):
     """For `augment` -> the weights of RGB in grey (3, 1); three matrices that multiply RGB to keep
@@ -531,13 +535,13 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
 
 
 def shapes(state):
-    """{name: tensor} -> {name: shape}; None for what is no tensor"""
+    """{name: tensor} -> {name: shape}; None for what is not a tensor"""
     return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
 def backbone_shapes(arch):
     """-> {name: shape} of a backbone's tensors, which are not made: no random number is drawn"""
-    importlib.import_module("torchvision")  # which fails on this device with PyTorch 2.6
+    importlib.import_module("torchvision")  # with PyTorch 2.6, this fails on the device meta
     with torch.device("meta"):
         return shapes(build_backbone(arch).state_dict())
 
@@ -565,7 +569,7 @@ def read_init(args):
 
 
 def build_optimizer(args, parameters, lr=None):
-    """SGD with momentum 0.9 (all papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
+    """SGD with momentum 0.9 (all papers), RAdam [ICMLM App. F.1] or AdamW.  lr: else args.lr"""
     options = {
         # In fp16, fused SGD would keep an overflow of the first step in its momentum. On CPUs, it
         # would copy channels-last weights.
@@ -596,7 +600,7 @@ def set_lr(optimizer, factor):
         group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # kept in checkpoints
 
 
-# ------------------------------------------------------------------- language models of others
+# ------------------------------------------------------------------- pretrained language models
 
 
 def import_transformers():
@@ -611,7 +615,7 @@ def import_transformers():
     return transformers
 
 
-def load_tokenizer(name, **options):
+def load_lm_tokenizer(name, **options):
     """name: a BERT or RoBERTa on the hub, or a folder -> its tokenizer, its configuration
 
     options: of the tokenizer. It reads no more tokens than its model has positions.
@@ -621,7 +625,7 @@ def load_tokenizer(name, **options):
     transformers = import_transformers()
     try:
         folder = name
-        if not os.path.isdir(name):  # asks once; transformers would ask for a minute
+        if not os.path.isdir(name):  # one request; transformers would try for a minute
             patterns = "*.json", "*.txt", "*.model"  # not the weights
             folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns)
         config = transformers.AutoConfig.from_pretrained(folder)
@@ -633,13 +637,13 @@ def load_tokenizer(name, **options):
         fail(f"--lm {name} is not a folder, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError, AttributeError):  # the last of a T5, which has no positions
         fail(f"--lm {name}: give a BERT, on the hub or in a folder, or scratch")
-    if "roberta" in config.model_type:  # numbers them from there
+    if "roberta" in config.model_type:  # its positions start after padding's number
         positions -= config.pad_token_id + 1
     tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
     return tokenizer, config
 
 
-def load_model(name, kind, **options):
+def load_lm(name, kind, **options):
     """name: as above -> the model in float32, in eval mode. A missing pooler is drawn at random.
 
     kind: a class of transformers, such as "AutoModel".  options: of its from_pretrained
@@ -656,7 +660,7 @@ def load_model(name, kind, **options):
 
 
 def check_tokenizer(tokenizer, captions, name):
-    """Does it know the words of the captions? See extras/language.py, which a copy may lack."""
+    """Warn, or fail, if it does not know the captions' words (if the folder extras is there)."""
     if EXTRAS.is_dir():
         extra("language").check_tokenizer(tokenizer, captions, name)
     else:
@@ -700,7 +704,7 @@ def init_distributed():
 
 
 def end_silently():
-    """Let the system end a worker, also by a signal that came while it was forked."""
+    """Let signals end a worker without a word, also one that came while it was forked."""
     for number in STOPPED_BY:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPED_BY)
@@ -781,7 +785,7 @@ def print_main(message):
 
 
 class LogFile:
-    """Where bars are written without a terminal: lines instead of one line that is overwritten"""
+    """Where bars are written without a terminal: each time a new line"""
 
     def write(self, text):
         if text.strip():  # else the bar is cleared, or ends
@@ -818,10 +822,10 @@ PRECISIONS = "bf16", "fp16", "off"
 COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 IN_WORDS = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
 GONE = {
-    "--compile": "this flag was removed, because nobody had seen it gain: leave it out",
+    "--compile": "this flag was removed, because nobody had measured a gain: leave it out",
     "--text-first": "this flag was removed, because it had gained too little: leave it out",
 }
-FORMAT = 2  # of checkpoints; 1 compared other checksums
+FORMAT = 2  # of checkpoints; those of format 1 have other fingerprints
 # Where data are (fingerprints compare the contents), how fast training goes, what is measured
 RESUME_CAN_CHANGE = """given output data root workers amp accumulate log_every checkpoint_every
 save_minutes keep_every validate_every""".split()
@@ -871,9 +875,8 @@ class Parser(argparse.ArgumentParser):
             else:
                 shown, how = ", ".join(allowed), {"choices": list(allowed), "metavar": ""}
             row = "".join(f"{'-' if value is None else value!s:14}" for value in values)
-            text = f"{row}{shown}\n{about}".replace("%", "%%")
-            lines = [line for part in text.splitlines() for line in textwrap.wrap(part, 54)]
-            self.add_argument(f"--{name.replace('_', '-')}", help="\n".join(lines), **how)
+            text = f"{textwrap.fill(row + shown, 54)}\n{textwrap.fill(about, 54)}"
+            self.add_argument(f"--{name.replace('_', '-')}", help=text.replace("%", "%%"), **how)
 
     def parse_args(self, argv=None):
         args, unknown = self.parse_known_args(argv)
@@ -1005,11 +1008,11 @@ def begin_run(args, *fingerprints):
     checkpoint = read_checkpoint(path) if os.path.exists(path) else {}
     earlier = checkpoint.get("args", vars(args))
     if checkpoint and "script" not in checkpoint:
-        fail(f"{path} is of no script of ours: choose another --output")
+        fail(f"{path} was not written by a script of ours: choose another --output")
     if earlier.get("format") != FORMAT:
         fail(f"{path} was written by an earlier version: it can be measured and captioned, but not "
              "resumed. Choose another --output, or go on with `git checkout before-less`")
-    if "lr" not in args.given:
+    if "lr" not in [*args.given, *earlier["given"]]:
         args.lr = earlier["lr"]  # read_init may have divided it, but does not when a run goes on
     for name, now in vars(args).items():
         before = earlier.get(name, now)
@@ -1020,14 +1023,14 @@ def begin_run(args, *fingerprints):
                 what = "other data (photos, captions, tags or back-translations)"
             fail(f"{args.output} holds a run with {what}: choose another --output, or delete the "
                  "folder to start over")
-    path = f"{args.output}/args.json"
-    seconds = read_json(path).get("seconds", 0) if checkpoint and os.path.exists(path) else 0
+    about = f"{args.output}/args.json"
+    seconds = read_json(about).get("seconds", 0) if checkpoint and os.path.exists(about) else 0
     RUN["began"] = time.time() - seconds  # of the parts of an interrupted run
-    save(path, vars(args) | circumstances() | {"seconds": seconds})
+    save(about, vars(args) | circumstances() | {"seconds": seconds})
     barrier()
     learned_from = [item for item in vars(args).items() if item[0] not in RESUME_CAN_CHANGE]
     flags = zlib.crc32(repr(sorted(learned_from)).encode())
-    check_shared(args.output, checkpoint.get("iteration", 0), os.path.exists(path), flags)
+    check_shared(args.output, checkpoint.get("iteration", 0), os.path.exists(about), flags)
     return checkpoint
 
 
@@ -1040,7 +1043,7 @@ def check_shared(folder, *numbers):
 
 
 def circumstances():
-    """-> what a number needs beside it, for args.json and result.json; commit: None without git"""
+    """-> what must be known beside a score, for args.json and result.json; no git: commit None"""
     describe = "git describe --always --dirty --exclude='*'"
     folder = Path(__file__).resolve().parent
     git = subprocess.run(describe, shell=True, cwd=folder, capture_output=True, text=True)
@@ -1058,21 +1061,22 @@ def circumstances():
     }
 
 
-def plan_run(args, device, samples, counts, outputs):
+def plan_run(args, device, train, val, outputs, samples=None):
     """Say in words what a run will do -> its iterations, and how many lie between validations
 
-    samples: in an epoch.  counts: of photos for training and validation.  outputs: words for what
-    is predicted
+    train, val: numbers of photos.  outputs: words for what is predicted.  samples: in an epoch, if
+    they are not the photos
     """
+    samples = samples or train
     iters = args.iters or math.ceil(args.epochs * samples / args.batch_size)
     passes = iters * args.batch_size / samples
     parts = {"lr": "backbone", "head_lr": "heads", "text_lr": "text"}
     rates = [f"{vars(args)[name]:g} ({part})" for name, part in parts.items() if name in args]
-    print_main(f"{counts[0]:,} photos to learn from, {counts[1]:,} to check; {args.arch} at "
+    print_main(f"{train:,} photos to learn from, {val:,} to check; {args.arch} at "
                f"{args.image_size} px, {outputs}")
     print_main(f"{iters:,} iterations of {args.batch_size} are {passes:.3g} passes; learning rates "
                f"{', '.join(rates)}; amp {args.amp} on {device}; into {args.output}")
-    if counts[0] < 1000 and not args.init:
+    if train < 1000 and not args.init:
         print_main("that is few for random weights: see whether --init imagenet is better")
     return iters, args.validate_every or min(2000, math.ceil(iters / 5))
 
@@ -1094,7 +1098,7 @@ def restore(args, checkpoint, iters, state):
         return 0
     for name, module in state.items():
         if checkpoint[name]:  # a scaler that was not in use has no state
-            module.load_state_dict(checkpoint[name])
+            module.load_state_dict(checkpoint.pop(name))  # so that its memory is free again
     done = checkpoint["iteration"]
     RUN.update(done=done, saved=done)
     print_main(f"{args.output}: {done} of {iters} iterations are done")
@@ -1102,7 +1106,7 @@ def restore(args, checkpoint, iters, state):
 
 
 def iterations(done, iters):
-    """The bar over the iterations that are left. After twenty it says once how long they take."""
+    """The bar over the iterations. After twenty it says once how many minutes are left."""
 
     def count():
         for iteration in range(done + 1, iters + 1):
@@ -1119,21 +1123,20 @@ def iterations(done, iters):
     return progress(count(), initial=done, total=iters, unit=" its")
 
 
-def stop(number, frame):
+def stop(signum, frame):
     """Ctrl-C and SIGTERM end the first process in one line, and all others silently."""
-    signal.signal(number, signal.SIG_IGN)  # Slurm and torchrun both send one
+    signal.signal(signum, signal.SIG_IGN)  # Slurm and torchrun both send one
     if is_main():
-        tqdm.write("")
+        text = "stopped; there was nothing to save yet"
         if "saved" in RUN:
             saved = f"the checkpoint is of {RUN['saved']}; the same command goes on from there"
             saved = saved if RUN["saved"] else "none was saved; the same command starts over"
-            tqdm.write(f"stopped after {RUN['done']} of {RUN['iters']} iterations; {saved}",
-                       file=sys.stderr)
-        else:
-            tqdm.write("stopped; there was nothing to save yet", file=sys.stderr)
+            text = f"stopped after {RUN['done']} of {RUN['iters']} iterations; {saved}"
+        tqdm.write("")
+        tqdm.write(text, file=sys.stderr)
     for child in multiprocessing.active_children():  # of on_all_cores: they would print errors
         child.terminate()
-    os._exit(128 + number)
+    os._exit(128 + signum)
 
 
 def save_if_due(args, iteration, state, more=None, validated=False):
@@ -1172,12 +1175,11 @@ def check_finite(values):
 class Log:
     """metrics.jsonl has a line for each log interval, with means over it (docs/running.md)."""
 
-    def __init__(self, args, checkpoint):
+    def __init__(self, args, done):
         self.photos = args.batch_size / args.accumulate  # in each micro-batch
         self.path = Path(args.output, "metrics.jsonl")
         if is_main() and self.path.exists():
             # A run that goes on keeps the lines up to its checkpoint. A kill may leave half a line.
-            done = checkpoint.get("iteration", 0)
             lines = [x for x in self.path.read_text().splitlines(True) if x.endswith("}\n")]
             kept = [line for line in lines if json.loads(line)["iteration"] <= done]
             with writing(self.path) as file:
@@ -1214,12 +1216,13 @@ class Log:
 def end_run(args, backbone, task):
     """The last line of main: write backbone.pth, say what to do next, and leave together
 
-    task: of downstream/, with its flags: what the whole model can do
+    task: of downstream/, with its flags: what the whole model can do; None if it has none
     """
     save_weights(f"{args.output}/backbone.pth", backbone)
     start = shlex.quote(args.init or "imagenet")
     data = "" if args.data == "shapes" else f" {start} --data folder --root LABELLED_PHOTOS"
     folder = shlex.quote(args.output)
-    print_main(f"measure it:  python eval_linear.py --weights {folder}/backbone.pth random{data}\n"
-               f"use it:      python -m downstream.{task} --weights {folder}/checkpoint.pth")
+    print_main(f"measure it:  python eval_linear.py --weights {folder}/backbone.pth random{data}")
+    if task:
+        print_main(f"use it:      python -m downstream.{task} --weights {folder}/checkpoint.pth")
     end_distributed()

@@ -190,7 +190,7 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    init = common.read_init(args)  # a backbone's weights, None without --init
+    init = common.read_init(args)  # a backbone's weights, or None
 
     # Data: a frozen language model, and one triplet for each word that can be masked.
     splits = args.train_split, args.val_split
@@ -210,10 +210,11 @@ def main(args):
         make_triplets(args, (train, val), tokenizer)  # once, for all processes
     common.barrier()
     concepts, triplets, val_triplets = load_triplets(args, (train, val), tokenizer)
-    counts = len(train), len(val)
     outputs = (f"{len(triplets):,} masked words to predict among {len(lm.token_embeddings):,} "
                f"tokens, {len(concepts):,} concepts")
-    iters, validate_every = common.plan_run(args, device, len(triplets), counts, outputs)
+    iters, validate_every = common.plan_run(
+        args, device, len(train), len(val), outputs, samples=len(triplets)
+    )
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -237,7 +238,7 @@ def main(args):
     done = common.restore(args, checkpoint, iters, state)
 
     batches = common.train_batches(triplets, collate, args, device, done)
-    log = common.Log(args, checkpoint)
+    log = common.Log(args, done)
     more = {"concepts": concepts, "teacher": teacher}  # for downstream/masked_words.py
     bar = common.iterations(done, iters)
     for iteration in bar:
@@ -539,8 +540,8 @@ def collate(samples):
 
 def load_language_model(name, device, amp):
     """name: a BERT or RoBERTa, on the hub or in a folder -> tokenizer, LanguageModel"""
-    tokenizer, _ = common.load_tokenizer(name)
-    model = common.load_model(name, "AutoModelForMaskedLM", attn_implementation="sdpa")
+    tokenizer, _ = common.load_lm_tokenizer(name)
+    model = common.load_lm(name, "AutoModelForMaskedLM", attn_implementation="sdpa")
     if not (hasattr(model, "cls") or hasattr(model, "lm_head")):
         fail(f"--lm {name} is a {type(model).__name__}, not a BERT or RoBERTa")
     return tokenizer, LanguageModel(model.to(device), amp)

@@ -199,7 +199,7 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    init = common.read_init(args)  # a backbone's weights, None without --init
+    init = common.read_init(args)  # a backbone's weights, or None
 
     # Data: photos, some of which may have no captions or no tags [Sec. 3.2, end].
     tags = args.lambda_tag and args.tags == "annotated"
@@ -215,15 +215,14 @@ def main(args):
     tokenizer, config, pretrained = load_caption_model(args, checkpoint, train, device)
     photos = TwoViews(train, translations, args)
     outputs = f"{num_tags:,} tags, queues of {queue_size:,} keys"
-    counts = len(photos), len(val)
-    iters, validate_every = common.plan_run(args, device, len(photos), counts, outputs)
+    iters, validate_every = common.plan_run(args, device, len(photos), len(val), outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
     encoders = build_encoders(args, config, bn_group)
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
-        bert = common.load_model(pretrained, "AutoModel")
+        bert = common.load_lm(pretrained, "AutoModel")
         encoders["caption"].trunk.bert.load_state_dict(bert.state_dict())
     if init:
         backbone.load_state_dict(init)  # before the momentum encoders copy it
@@ -244,7 +243,7 @@ def main(args):
     lambdas = {"ii": args.lambda_ii, "tag": args.lambda_tag, "cc": args.lambda_cc,
                "ic": args.lambda_ic, "ci": args.lambda_ci}
     batches = common.train_batches(photos, partial(collate, tokenizer), args, device, done)
-    log = common.Log(args, checkpoint)
+    log = common.Log(args, done)
     bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: cosine [Sec. 4.1] or MoCo v1's steps; per iteration, not per epoch [ours]
@@ -545,12 +544,12 @@ def load_caption_model(args, checkpoint, train, device):
             common.extra("small_bert").make_caption_model(folder, args, captions, device)
         else:  # "Ours (scratch)" of Tab. 1 has BERT's configuration and tokenizer
             source = "bert-base-uncased" if args.lm == "scratch" else args.lm
-            tokenizer, config = common.load_tokenizer(source, model_max_length=MAX_TOKENS)
+            tokenizer, config = common.load_lm_tokenizer(source, model_max_length=MAX_TOKENS)
             common.check_tokenizer(tokenizer, captions, f"--lm {source}")
             tokenizer.save_pretrained(folder)
             config.save_pretrained(folder)
     common.barrier()
-    tokenizer, config = common.load_tokenizer(folder)
+    tokenizer, config = common.load_lm_tokenizer(folder)
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     rows = tokenizer(some, add_special_tokens=False)["input_ids"]
     longest = tokenizer.model_max_length

@@ -178,7 +178,7 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    init = common.read_init(args)  # a backbone's weights, None without --init
+    init = common.read_init(args)  # a backbone's weights, or None
 
     # Data: photos, and labels made from their captions. Photos without a label are left out.
     with_tags = args.labels == "instances"  # TP-Label [Sec. 4]
@@ -195,9 +195,8 @@ def main(args):
     chosen = np.sort(order[:VAL_IMAGES])
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val.select(chosen), val_labels[chosen], names, args)
-    counts = len(photos), len(val_photos)
     outputs = f"{len(names):,} labels to predict"
-    iters, validate_every = common.plan_run(args, device, len(photos), counts, outputs)
+    iters, validate_every = common.plan_run(args, device, len(photos), len(val_photos), outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -216,7 +215,7 @@ def main(args):
     done = common.restore(args, checkpoint, iters, state)
 
     batches = common.train_batches(photos, None, args, device, done)
-    log = common.Log(args, checkpoint)
+    log = common.Log(args, done)
     more = {"names": names}  # for downstream/labels.py
     bar = common.iterations(done, iters)
     for iteration in bar:
@@ -412,8 +411,8 @@ def cluster_labels(args, splits, device):
             lm, splits[0].all_captions(), args.lm_iters, args.seed, device, args.amp,
             max_words=args.max_words,
         )
-    tokenizer, _ = common.load_tokenizer(lm)
-    bert = common.load_model(lm, "AutoModel").to(device)  # without its head
+    tokenizer, _ = common.load_lm_tokenizer(lm)
+    bert = common.load_lm(lm, "AutoModel").to(device)  # without its head
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # [CLS] and [SEP] are added
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     captions = splits[0].all_captions()

@@ -30,8 +30,8 @@ Where the paper is:
                                                in the paper; else by --hold-out [ours]
     other tasks [Sec. 4.1, 4.2]                the ablations at the end
 
-What to expect: the recipe paper (H = 2048, 10K words) starts with a loss of 15.3 in each direction,
-and of 12.9 if zero_residual is False, instead of ln 10000 = 9.2. The output layer is the token
+What to expect: with the recipe paper (H = 2048, 10K tokens) the loss starts at 15.3 in each
+direction (12.9 with --no-zero-residual), not at ln 10000 = 9.2. The output layer is the token
 embedding, so at first each position predicts the token that it has just read. Then comes a plateau,
 on which the heads write plausible captions without looking at the photo. The loss falls again once
 they start to use the image features. If training stalls on the plateau, train longer or raise
@@ -166,7 +166,7 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    init = common.read_init(args)  # a backbone's weights, None without --init
+    init = common.read_init(args)  # a backbone's weights, or None
 
     # Data: photos with captions, and a tokenizer learned from the captions.
     Model, Photos = MODELS[args.task]  # classes
@@ -177,16 +177,15 @@ def main(args):
     val = val.captioned()
     checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
     if common.is_main() and not checkpoint:  # once, for all processes
-        model = train_tokenizer(train.all_captions(), args.vocab_size)
+        serialised = train_tokenizer(train.all_captions(), args.vocab_size)
         with common.writing(f"{args.output}/tokenizer.model") as file:
-            file.write(model)
+            file.write(serialised)
     common.barrier()
     tokenizer = load_tokenizer(args, train)
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
-    counts = len(photos), len(val_photos)
     outputs = f"{photos.num_outputs:,} {'tags' if with_tags else 'tokens'} to predict"
-    iters, validate_every = common.plan_run(args, device, len(photos), counts, outputs)
+    iters, validate_every = common.plan_run(args, device, len(photos), len(val_photos), outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -206,11 +205,11 @@ def main(args):
     if args.lookahead_alpha < 1:
         slow_model = copy.deepcopy(model)  # after DDP has made all processes' weights equal
         state["lookahead"] = slow_model
-    weights = [*model.parameters()]  # listed once, because it takes time
+    weights = [*model.parameters()]  # listed once, because it takes milliseconds
     done = common.restore(args, checkpoint, iters, state)
 
     batches = common.train_batches(photos, photos.collate, args, device, done)
-    log = common.Log(args, checkpoint)
+    log = common.Log(args, done)
     more = {"tokenizer": tokenizer.serialized_model_proto()}  # for downstream/captioning.py
     bar = common.iterations(done, iters)
     for iteration in bar:
@@ -255,8 +254,9 @@ def main(args):
             log.write(iteration, row)
         common.save_if_due(args, iteration, state, more, validating)
 
-    examples = filter(os.path.isfile, map(str, val.images[:2]))  # not scenes, nor in shards
-    common.end_run(args, backbone, f"captioning {shlex.join(examples) or 'PHOTO'}")
+    examples = filter(os.path.isfile, map(str, val.images[:2]))  # scenes and shards have no files
+    use = f"captioning {shlex.join(examples) or 'PHOTO'}"
+    common.end_run(args, backbone, use if args.task.endswith("captioning") else None)
 
 
 # ---------------------------------------------------------------------------- captions to tokens
@@ -267,7 +267,7 @@ SOS, EOS, MASK = 1, 2, 3
 
 
 def normalise(caption):
-    """Lower-case, without accents [Sec. 3]: of Latin letters only, NFKD first, NFC last [ours]"""
+    """Lower-case, without accents [Sec. 3]; [ours]: of Latin letters only, from NFKD to NFC"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
     return unicodedata.normalize("NFC", re.sub(ACCENTS, "", decomposed))
 
@@ -286,8 +286,8 @@ def load_tokenizer(args, data):
 def train_tokenizer(captions, vocab_size=None):
     """SentencePiece BPE [Sec. 3] -> the serialised model
 
-    vocab_size None: the characters, and a token for each eight captions, at least 1000 [ours]. Of
-    10,000 tokens, 74% would occur less than five times in Flickr8k's 30,000 captions.
+    vocab_size None: the characters, and one token for eight captions, at least 1000 [ours]. Of
+    10,000 tokens, 74% would occur fewer than five times in Flickr8k's 30,000 captions.
     By SentencePiece's defaults, no token mixes letters and punctuation [Sec. 3], and UNK is 0.
     """
     if vocab_size is None:
@@ -337,8 +337,8 @@ class CaptionedPhotos(common.Photos):
         return default_collate(samples) | self.collate_text(texts)
 
     def collate_text(self, rows):
-        """-> tokens (B, T), those of the reversed captions, and places (N,): the indices of the N
-        tokens to predict in [:, 1:].flatten(). (Finding them on a GPU would make the CPU wait.)
+        """-> tokens (B, T), those of the reversed captions, and places (N,): where in
+        tokens[:, 1:].flatten() the N tokens to predict are. (A GPU would make the CPU wait here.)
         """
         targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding
         return {
@@ -360,22 +360,26 @@ class VirTex(nn.Module):
     """Backbone and textual heads; calling it returns the losses [Sec. 3].
 
     The names are those of the official code. In Eq. 1, theta is visual, phi_f is textual, and phi_b
-    is backward_textual.  sizes, options: of TextualHead
+    is backward_textual.
     """
 
-    def __init__(self, backbone, *sizes, task="bicaptioning", lambda_words=0.0, **options):
+    def __init__(
+        self, backbone, vocab_size, hidden, layers=1, dropout=0.1, max_length=MAX_LENGTH,
+        init_std=0.02, task="bicaptioning", lambda_words=0.0
+    ):
         super().__init__()
         self.lambda_words = lambda_words
         self.visual = nn.ModuleDict({"cnn": backbone})
-        self.textual = head = TextualHead(backbone.channels, *sizes, **options)
+        sizes = vocab_size, hidden, layers, dropout, max_length
+        self.textual = TextualHead(backbone.channels, *sizes, init_std)
         self.backward_textual = None
         if task == "bicaptioning":
             # The two Transformers start with the same weights [official code]. The directions
             # share embedding, output [Sec. 3] and projection [official code].
-            backward = copy.deepcopy(head)
-            backward.embedding = head.embedding
-            backward.output = head.output
-            backward.visual_projection = head.visual_projection
+            backward = copy.deepcopy(self.textual)
+            backward.embedding = self.textual.embedding
+            backward.output = self.textual.output
+            backward.visual_projection = self.textual.visual_projection
             self.backward_textual = backward
 
     def forward(self, images, batch):
@@ -409,7 +413,7 @@ class VirTex(nn.Module):
 
 
 def pick(x, places):
-    """x (B, T, ...), places (N,): values of b * T + t -> (N, ...). (Faster on GPUs than x[b, t])"""
+    """x (B, T, ...), places (N,), each b * T + t -> x[b, t] of each, (N, ...), but fast on GPUs"""
     return x.flatten(0, 1).index_select(0, places)
 
 
@@ -422,7 +426,9 @@ def token_loss(logits, targets):
 
 
 class TextualHead(nn.Module):
-    """One direction: a Transformer that reads tokens and an image [Sec. 3]. Official names."""
+    """One direction: a Transformer that reads tokens and an image [Sec. 3]. The names of its parts
+    are those of the official code.
+    """
 
     def __init__(
         self, channels, vocab_size, hidden, layers=1, dropout=0.1,
@@ -436,8 +442,6 @@ class TextualHead(nn.Module):
         )
         self.transformer = nn.TransformerDecoder(layer, layers)
         self.output = nn.Linear(hidden, vocab_size)
-        mask = nn.Transformer.generate_square_subsequent_mask(max_length)
-        self.register_buffer("future", mask, persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=init_std)
@@ -454,8 +458,8 @@ class TextualHead(nn.Module):
         """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H). Each token sees the image,
         itself and the tokens before it.
         """
-        future = self.future[: tokens.size(1), : tokens.size(1)]
         x = self.embedding(tokens)
+        future = nn.Transformer.generate_square_subsequent_mask(x.size(1), x.device, x.dtype)
         return self.transformer(x, image_features, tgt_mask=future, tgt_is_causal=True)
 
 
@@ -569,7 +573,9 @@ class MaskedPhotos(CaptionedPhotos):
 
 
 def mask_tokens(tokens, vocab_size, rng):
-    """Of 15%, 85% become [MASK], 10% random, 5% stay; one alone becomes [MASK] [official code]"""
+    """15% of the tokens are chosen: 85% of them become [MASK], 10% a random token, and 5% stay. A
+    single one always becomes [MASK]. [official code]
+    """
     masked = list(tokens)
     words = range(1, len(tokens) - (tokens[-1] == EOS))  # a cut caption has no EOS [ours]
     num_masked = math.ceil(0.15 * len(words))
@@ -593,6 +599,9 @@ class MaskedLM(VirTex):
         return {"masked_lm": token_loss(logits, pick(batch["tokens"], batch["places"]))}
 
 
+FIRST_TAG = 4  # tags follow the ids of special tokens: 84 outputs for COCO's 80 tags [ours]
+
+
 class TaggedPhotos(CaptionedPhotos):
     """Photos that have tags [official code], with these in place of a caption"""
 
@@ -603,17 +612,20 @@ class TaggedPhotos(CaptionedPhotos):
         print_main(f"{len(keep)} of {len(data)} photos have tags; the others are left out")
         super().__init__(data.select(keep), tokenizer, args)
         self.num_outputs = FIRST_TAG + len(data.tag_names)
+        self.mirrored = common.mirrored(data.tag_names)  # flipped with the photo [ours]
 
     def sample(self, index, rng):
-        tags = [FIRST_TAG + self.data.tag_names.index(tag) for tag in self.data.tags[index]]
-        return self.photo(index, rng)[0] | {"text": tags}
-
-
-FIRST_TAG = 4  # tags follow the ids of special tokens, so there are 84 outputs, not 80 [ours]
+        sample, flipped = self.photo(index, rng)
+        tags = [self.data.tag_names.index(tag) for tag in self.data.tags[index]]
+        tags = self.mirrored[tags] if flipped else tags
+        return sample | {"text": [FIRST_TAG + tag for tag in tags]}
 
 
 class Classifier(nn.Module):
-    """Softmax cross-entropy, where each of a photo's K words or tags has the target 1/K"""
+    """Softmax cross-entropy, where each of a photo's K words or tags has the target 1/K
+
+    sizes, options: of VirTex's heads, which it lacks
+    """
 
     def __init__(self, backbone, num_outputs, *sizes, task, **options):
         super().__init__()

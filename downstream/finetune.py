@@ -157,7 +157,7 @@ def run(
     done = common.restore(args, checkpoint, iters, state)
     ddp = common.data_parallel(model).train()
     batches = common.train_batches(photos, collate, args, device, done)
-    log = common.Log(args, checkpoint)
+    log = common.Log(args, done)
     bar = common.iterations(done, iters)
     for iteration in bar:
         common.set_lr(optimizer, common.lr_factor(iteration - 1, iters, warmup, steps))

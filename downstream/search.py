@@ -111,7 +111,7 @@ def load_encoders(path):
     folder = Path(path).parent / "caption_model"
     if not folder.is_dir():
         fail(f"there is no folder {folder}, which training writes: copy it with {path}")
-    tokenizer, bert_config = common.load_tokenizer(folder)
+    tokenizer, bert_config = common.load_lm_tokenizer(folder)
     encoders = mmcontrastive.build_encoders(trained, bert_config)
     state = content["model"].items()
     queries = {name: value for name, value in state if name.startswith("queries.")}

@@ -108,8 +108,8 @@ WRONG_LINES = {
     b'{"image": "b.jpg", "tags": "x"}': "'x' is not a list of texts",
     b'{"image": "b.jpg", "split": NaN}': "nan. is not a list of texts",
     b'{"image": "b.jpg", "split": 0}': "0. is not a list of texts",
-    b'{"image": "./a.jpg"}': "/a.jpg has an earlier line",
-    b'{"image": "x/../a.jpg"}': "/a.jpg has an earlier line",
+    b'{"image": "./a.jpg"}': "/a.jpg is on an earlier line",
+    b'{"image": "x/../a.jpg"}': "/a.jpg is on an earlier line",
     b'{"captions": ["x"]}': 'it needs "image"',
 }
 
@@ -249,13 +249,13 @@ def test_the_log_of_a_run_that_goes_on(tmp_path):
     lines = [f'{{"iteration": {n}}}\n' for n in (1, 2, 3)]
     path.write_text("".join(lines) + '{"itera')
     args = argparse.Namespace(output=str(tmp_path), batch_size=4, accumulate=1)
-    log = common.Log(args, {"iteration": 2})
+    log = common.Log(args, 2)
     assert path.read_text() == "".join(lines[:2])
     log.write(3, {"loss": 1.0})
     log.write(4, {"loss": 2.0})
     expected = lines[:2] + ['{"iteration": 3, "loss": 1.0}\n', '{"iteration": 4, "loss": 2.0}\n']
     assert path.read_text() == "".join(expected)
-    common.Log(args, {})  # a new run
+    common.Log(args, 0)  # a new run
     assert path.read_text() == ""
 
 
@@ -512,7 +512,7 @@ def test_odd_pictures(tmp_path):
     Image.fromarray(np.full((8, 8), 777, np.uint16)).save(tmp_path / "a.png")
     assert (read(tmp_path / "a.png") == 0).all()
     Image.fromarray(np.ones((2, 2), np.float32)).save(tmp_path / "a.tif")
-    with pytest.raises(common.Unreadable, match="a.tif .of floats: convert it to 8 bits"):
+    with pytest.raises(common.Unreadable, match="a.tif .its pixels are floats: convert it"):
         read(tmp_path / "a.tif")
 
 
@@ -610,7 +610,7 @@ def test_mirrored_labels(capsys):
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "in mirrored photos 4 labels change sides: turn_left, turn_right",
-        "in mirrored photos 1 labels stay, for want of the other side: left lung",
+        "in mirrored photos 1 labels stay: the other side is missing: left lung",
     ]
     assert common.mirrored(["left", 7]).tolist() == [0, 1]
     assert "1 labels stay" in capsys.readouterr().out
@@ -888,7 +888,7 @@ def test_speed_and_waiting(tmp_path, monkeypatch):
     now = [10.0]
     monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
     args = argparse.Namespace(batch_size=8, accumulate=2, output=tmp_path)
-    log = common.Log(args, {})
+    log = common.Log(args, 0)
     for loss in (1.0, 3.0):
         log.add(loss=torch.tensor(loss))
     log.waited, now[0] = 0.5, 12.0

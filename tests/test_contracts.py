@@ -184,8 +184,12 @@ def test_what_a_folder_refuses(tiny, tmp_path):
     ):
         torch.save({**checkpoint, "args": {**checkpoint["args"], name: other}}, path)
         assert f"{tmp_path}{message}" in refusal(command)
+    torch.save(checkpoint, path)
+    place = command.index("--lr")
+    without = [*command[:place], *command[place + 2 :]]
+    assert f"{tmp_path} holds a run with lr 0.05, not " in refusal(without)
     torch.save({"model": {}, "args": argparse.Namespace(lr=0.1)}, path)
-    assert f"{path} is of no script of ours: choose another --output" in refusal(command)
+    assert f"{path} was not written by a script of ours: choose another" in refusal(command)
     torch.save(checkpoint, path)
     path.write_bytes(path.read_bytes()[:900])
     assert f"{path} is cut off, or holds more than" in refusal(command)

@@ -530,7 +530,7 @@ def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path):
     (blue / "3.png").write_text("no picture")
     (blue / "link.png").symlink_to(tmp_path / "nowhere.png")
     output = run_here(command(tmp_path, tmp_path))
-    assert f"cannot decode {blue}/3.png (it is no image that PIL can read" in output
+    assert f"cannot decode {blue}/3.png (it is not an image that PIL can read" in output
     assert f"cannot decode {blue}/link.png ([Errno 2] No such file" in output
     assert "the scores are rough: they are of only 32 photos" in output
     alone = result(tmp_path)["backbones"]

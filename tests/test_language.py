@@ -68,14 +68,14 @@ def german(folder, config):
 def test_another_tokenizer_than_the_folders(config, tmp_path, capsys):
     """transformers lower-cases for it; the line says what to write, and that helps."""
     german(tmp_path, config)
-    tokenizer, _ = common.load_tokenizer(tmp_path)
+    tokenizer, _ = common.load_lm_tokenizer(tmp_path)
     assert tokenizer.tokenize(GERMAN[0]) != EXPECTED
     language.check_tokenizer(tokenizer, ["rot", *GERMAN], "--lm x")
     printed = capsys.readouterr().out
     assert "--lm x reads 'Ein Mädchen läuft' as ['ein', " in printed and f"{EXPECTED}" in printed
     assert printed.count("\n") == 1
     german(tmp_path, json.loads(printed.split("tokenizer_config.json ")[1]))
-    tokenizer, _ = common.load_tokenizer(tmp_path)
+    tokenizer, _ = common.load_lm_tokenizer(tmp_path)
     assert tokenizer.tokenize(GERMAN[0]) == EXPECTED and tokenizer.mask_token_id == 4
     language.check_tokenizer(tokenizer, ["rot", *GERMAN], "--lm x")
     assert not capsys.readouterr().out
@@ -98,14 +98,14 @@ def test_tokenizers_that_are_rebuilt_as_they_were(tmp_path, tiny_lm, capsys):
         config.save_pretrained(folder)
         pieces.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "{kind}Tokenizer"}}')
-        tokenizer, _ = common.load_tokenizer(folder)
+        tokenizer, _ = common.load_lm_tokenizer(folder)
         assert type(tokenizer).__name__ == f"{kind}Tokenizer"
         language.check_tokenizer(tokenizer, captions, kind)
         assert len(set(tokenizer("A red Dog")["input_ids"])) > 3
     (tmp_path / "Bert" / "tokenizer.json").unlink()
     bert.save_model(str(tmp_path / "Bert"))
     for folder in tmp_path / "Bert", tiny_lm:
-        tokenizer, _ = common.load_tokenizer(folder)
+        tokenizer, _ = common.load_lm_tokenizer(folder)
         language.check_tokenizer(tokenizer, captions, "x")
     assert "tokenizer.json says" not in capsys.readouterr().out
 
@@ -118,7 +118,7 @@ def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch, capsys):
     (tmp_path / "models--some--bert/refs/main").write_text(commit)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    tokenizer, _ = common.load_tokenizer("some/bert")
+    tokenizer, _ = common.load_lm_tokenizer("some/bert")
     language.check_tokenizer(tokenizer, GERMAN, "--lm some/bert")
     assert "--lm some/bert reads 'Ein Mädchen läuft' as ['ein', " in capsys.readouterr().out
 
@@ -165,8 +165,8 @@ def test_models_that_do_not_load(tiny, tiny_lm, tmp_path):
                         ("AutoModelForCausalLM", r"lacks weights of BertLMHeadModel: \['cls"),
                         ("AutoModelForCTC", "cannot be loaded: Unrecognized configuration")):
         with pytest.raises(SystemExit, match=f"--lm {tmp_path}/headless {lacks}"):
-            common.load_model(tmp_path / "headless", kind)
-    loaded = common.load_model(tmp_path / "headless", "AutoModel")
+            common.load_lm(tmp_path / "headless", kind)
+    loaded = common.load_lm(tmp_path / "headless", "AutoModel")
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in bert.state_dict().items())
 
 
@@ -179,8 +179,8 @@ def test_caption_vectors_do_not_depend_on_padding(tiny_lm, tmp_path):
     tokenizer.save_pretrained(folder)
     assert transformers.AutoTokenizer.from_pretrained(folder).padding_side == "left"
     texts = ["dog", "a dog and a cat on a table"]
-    tokenizer, _ = common.load_tokenizer(folder)
-    bert = common.load_model(folder, "AutoModel")
+    tokenizer, _ = common.load_lm_tokenizer(folder)
+    bert = common.load_lm(folder, "AutoModel")
     together = tp.embed_captions(tokenizer, bert, texts, "off")
     alone = [tp.embed_captions(tokenizer, bert, [text], "off")[0] for text in texts]
     np.testing.assert_allclose(together, alone, atol=1e-5)
@@ -217,7 +217,7 @@ def test_positions_of_a_roberta(tmp_path):
     model = transformers.RobertaModel(transformers.RobertaConfig(**sizes))
     model.save_pretrained(tmp_path)
     byte_level(["a dog"], True).save(str(tmp_path / "tokenizer.json"))
-    tokenizer, _ = common.load_tokenizer(tmp_path)
+    tokenizer, _ = common.load_lm_tokenizer(tmp_path)
     ids = torch.zeros(1, tokenizer.model_max_length, dtype=torch.long)
     assert tokenizer.model_max_length == 12 and model(ids).last_hidden_state.shape == (1, 12, 32)
     with pytest.raises((IndexError, RuntimeError)):

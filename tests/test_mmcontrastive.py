@@ -387,7 +387,7 @@ def test_a_step_written_out(tiny, coco_folder, tmp_path):
     new, row = checkpoint_in(run)["model"], metrics(run)[-1]
     args = mmcontrastive.get_args(command[1:])
     train = one_split(args.data, None, "train")
-    tokenizer, config = common.load_tokenizer(run / "caption_model")
+    tokenizer, config = common.load_lm_tokenizer(run / "caption_model")
     encoders = mmcontrastive.build_encoders(args, config, bn_group=4)
     model = mmcontrastive.MultimodalContrastive(encoders, 24, len(train.tag_names))
     model.load_state_dict(old)
@@ -443,7 +443,7 @@ def test_moco_reads_no_captions(tiny, tmp_path):
 
 def marian_models(tiny_lm, folder):
     """Save four MarianMT models of one layer with random weights -> pattern of their folders."""
-    tokenizer, _ = common.load_tokenizer(tiny_lm)
+    tokenizer, _ = common.load_lm_tokenizer(tiny_lm)
     pad, end = tokenizer.pad_token_id, tokenizer.sep_token_id
     sizes = {"vocab_size": len(tokenizer), "d_model": 16, "max_position_embeddings": 160}
     for part in ("encoder", "decoder"):

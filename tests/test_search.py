@@ -75,7 +75,7 @@ def test_search(trained, coco_folder, tmp_path):
     photos, captions = vectors_of(trained, pictures.photo_files(paths), texts)
     order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
     broken = folder / "broken.jpg"
-    broken = f"{broken} (it is no image that PIL can read)"
+    broken = f"{broken} (it is not an image that PIL can read)"
     wanted = [f"{trained / 'checkpoint.pth'}: trained on coco"]
     left_out = "1 files are left out, because their names are not those of photos, for example "
     wanted.append(f"{left_out}{folder / 'notes.txt'}")

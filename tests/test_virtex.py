@@ -329,8 +329,6 @@ def test_mask_tokens():
         assert chosen.tolist() == [False, *length * [True], *len(end) * [False]]
 
 
-
-
 def test_masked_lm_written_out():
     """Sec. 4.2: cross-entropy at [MASK]s of known words alone; where there are none, 0, not NaN"""
     model, features = tiny_model(task="masked_lm"), random_features(4, 5, 2, 3)
@@ -372,6 +370,22 @@ def test_tags_follow_the_special_tokens(tokenizer, coco_folder):
     photos = virtex.TaggedPhotos(data, tokenizer, virtex.get_args([]))
     assert [photos[n]["text"] for n in range(len(photos))] == [[6, 4], [5]]
     assert photos.num_outputs == 7
+
+
+@pytest.mark.parametrize("task", ("captioning", "token_classification"))
+def test_what_a_model_is_for(task, tiny, tmp_path):
+    """Only a model that writes captions names the program for them in its last line."""
+    output = run_here(tiny("virtex", tmp_path, "--iters", 1, "--task", task))
+    assert ("python -m downstream.captioning" in output) == (task == "captioning")
+
+
+def test_tags_are_mirrored_with_the_photo(tokenizer, coco_folder):
+    path = next((coco_folder / "val2017").iterdir())
+    names = ["turn_left", "cat", "turn_right"]
+    data = captioned(["a"], images=photos_at(path), tags=[["turn_left", "cat"]], tag_names=names)
+    photos = virtex.TaggedPhotos(data, tokenizer, virtex.get_args([]))
+    seen = [photos.sample(0, np.random.default_rng(n))["text"] for n in range(20)]
+    assert seen.count([4, 5]) + seen.count([6, 5]) == 20 and 5 < seen.count([6, 5]) < 15
 
 
 def test_validation_is_the_mean_over_tokens(tokenizer, coco_folder):
