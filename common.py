@@ -210,7 +210,7 @@ def jsonl_photos(splits, root, file):
     start from `root`. If no line has a split, the first, 21st, 41st... belong to val.
     """
     if not os.path.isfile(file):
-        fail(f"there is no file {file}")
+        fail(f"there is no file {file}: see --data")
     photos, named = defaultdict(list), False  # of each split; does a line have a split?
     tag_names, unread, paths = {}, {}, set()  # the first two are dictionaries to keep the order
     number = 0
@@ -799,6 +799,7 @@ def progress(iterable, **kwargs):
     """A bar; without a terminal a line each 30 seconds"""
     if not sys.stderr.isatty():
         kwargs |= {"file": LogFile(), "mininterval": 30, "delay": 30}
+        kwargs["miniters"] = 1  # else a thread of tqdm's writes the same numbers again
     return tqdm(iterable, disable=not is_main(), dynamic_ncols=True, **kwargs)
 
 
@@ -1083,6 +1084,7 @@ def plan_run(args, device, train, val, outputs, samples=None):
 
 def print_table(title, rows):
     """Print numbers in aligned columns.  rows: {name: {column: number}}, not all in each row"""
+    check_finite(torch.tensor([*row.values()]) for row in rows.values())
     columns = dict.fromkeys(column for row in rows.values() for column in row)
     width = max(map(len, [title, *rows]))
     print_main(f"{title:{width}}" + "".join(f"{column:>17}" for column in columns))
@@ -1127,7 +1129,7 @@ def stop(signum, frame):
     """Ctrl-C and SIGTERM end the first process in one line, and all others silently."""
     signal.signal(signum, signal.SIG_IGN)  # Slurm and torchrun both send one
     if is_main():
-        text = "stopped; there was nothing to save yet"
+        text = "stopped"
         if "saved" in RUN:
             saved = f"the checkpoint is of {RUN['saved']}; the same command goes on from there"
             saved = saved if RUN["saved"] else "none was saved; the same command starts over"
@@ -1167,7 +1169,7 @@ def save_checkpoint(args, name, iteration, state, more=None):
 
 
 def check_finite(values):
-    """Stop if a weight or a loss is infinite or NaN."""
+    """Stop if a weight, a loss or a score is infinite or NaN."""
     if not all(value.isfinite().all() for value in values):
         fail("a loss or a weight is not finite: the last checkpoint is kept. Try a lower --lr")
 

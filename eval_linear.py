@@ -199,7 +199,7 @@ def main(args):
                 draws[source].append(common.extra("bootstrap").scores_of_draws(
                     by_metric(decisions, run), decisions.y, decisions.rows, photos,
                     protocol.interpolated, seed=way))
-            counts = f"{len(run.train_rows)} training and {len(run.test_rows)} test photos"
+            counts = f"{len(learned)} training and {len(decisions)} test photos"
             print_main(f"{source}, seed {run.args.seed}, {counts} of {sizes[source]} px: "
                        f"{format_scores(scores, data.names)}")
         del learned, tested  # else the next backbone's features would be in memory beside them
@@ -305,7 +305,10 @@ def open_weights(args):
         if source in REFERENCES and not arch:
             arch = next((x for x in archs.values() if x in common.BACKBONES), "resnet50")
         try:
-            archs[source] = load_backbone(source, arch, 0).arch
+            backbone = load_backbone(source, arch, 0).eval()
+            if not pooled(backbone, torch.zeros(1, 64, 64, 3)).isfinite().all():
+                fail(f"the features of {source} are not finite: its weights are broken")
+            archs[source] = backbone.arch
             sizes[source] = trained_with(source, "image_size")
         except (SystemExit, OSError) as error:  # from `fail`; from the hub, in several lines
             causes[source] = str(error).removeprefix("error: ").splitlines()[0]
@@ -506,6 +509,9 @@ class Outputs:
     x: torch.Tensor  # (N, D); decisions have a column for each class, NaN if nothing was learned
     y: torch.Tensor  # labels as in LabelData
     rows: np.ndarray = None  # (N,) the photos' indices in their LabelData
+
+    def __len__(self):
+        return len(self.x)
 
     def select(self, rows):
         """Those of `rows`, not copied if they are all, which may fill the memory"""

@@ -56,8 +56,8 @@ def read_others(path):
         with torch.serialization.safe_globals([(Ignored, name) for name in others]):
             return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        fail(f"{path} is cut off, or holds more than tensors and numbers ({error!r:.80}). Training "
-             "and torch.save(model.state_dict(), FILE) write files that can be read")
+        fail(f"{path} is cut off, or holds more than tensors and numbers ({type(error).__name__}). "
+             "Training and torch.save(model.state_dict(), FILE) write files that can be read")
 
 
 def load_backbone(path, arch=None):

@@ -34,7 +34,8 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_w
     """
     if max_words and min(len(caption.split()) for caption in captions) > max_words:
         fail(f"all captions have more than {max_words} words: raise --max-words")
-    print_main(f"first, a small BERT is trained on the captions: {iters} iterations (--lm-iters)")
+    print_main(f"first, a small BERT is trained on the captions: {iters} iterations (--lm-iters); "
+               "--lm FOLDER takes that of another run")
     max_length = max(MAX_LENGTH, max_words + 2)  # longer captions are cut
     tokenizer = train_tokenizer(captions, max_length)
     masking = transformers.DataCollatorForLanguageModeling(tokenizer)  # 15%, split 80/10/10

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import shutil
 import urllib.error
 
@@ -257,8 +258,8 @@ def test_weights_that_a_run_began_from(files, folder, tmp_path):
 
 
 def test_what_cannot_be_opened(files, folder, tmp_path, monkeypatch):
-    """A missing file, a hub's model and weights without a network: a line each, code 1, and the
-    others are measured. If none of the user's own can be opened, nothing is.
+    """A missing file, a broken one, a hub's model and weights without a network: a line each, code
+    1, and the others are measured. If none of the user's own can be opened, nothing is.
     """
 
     def offline(*given, **more):
@@ -266,7 +267,9 @@ def test_what_cannot_be_opened(files, folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", offline)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    lacking = [f"{tmp_path}/none.pth", "imagenet", f"clip:{tmp_path}/none"]
+    broken = {name: x * math.nan for name, x in common.read_checkpoint(files[0]).items()}
+    common.save(tmp_path / "nan.pth", broken)
+    lacking = [f"{tmp_path}/none.pth", f"{tmp_path}/nan.pth", "imagenet", f"clip:{tmp_path}/none"]
     words = [*command(tmp_path / "out", folder, *lacking, files[0], "random"), "--protocol", "knn"]
     with pytest.raises(SystemExit) as stopped, contextlib.redirect_stdout(io.StringIO()) as output:
         eval_linear.main(eval_linear.get_args(list(map(str, words[1:]))))

@@ -6,7 +6,12 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -168,6 +173,31 @@ def test_means_over_the_log_interval(tiny, tmp_path):
     assert rows.keys() == {3, 5, 6, 7} and rows.keys() - {3, 6} == validated
     for now, of_line in ((3, losses[:3]), (5, losses[3:5]), (6, losses[5:6]), (7, losses[6:])):
         assert rows[now]["loss"] == pytest.approx(sum(of_line) / len(of_line), rel=1e-5)
+
+
+@pytest.mark.parametrize("signum, code", ((signal.SIGINT, 130), (signal.SIGTERM, 143)))
+def test_stopped_by_a_signal(signum, code, tiny, tmp_path):
+    """A run says in one line how far it is, and goes on by the same command."""
+    command = tiny("virtex", tmp_path, "--iters", 100_000, "--checkpoint-every", 2)
+    words = [sys.executable, TESTS / "conftest.py", *command]
+    process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "checkpoint.pth").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signum)
+    errors = process.communicate()[1].splitlines()
+    assert process.returncode == code
+    line = r"stopped after (\d+) of 100000 iterations; the checkpoint is of (\d+); the same "
+    done, saved = re.fullmatch(line + "command goes on from there", errors[-1]).groups()
+    assert checkpoint_in(tmp_path)["iteration"] == int(saved) <= int(done)
+    assert not any("Traceback" in line for line in errors)
+
+
+def test_a_validation_that_is_not_finite(tiny, tmp_path):
+    """With such a rate the last step alone breaks the model: nothing of it is saved."""
+    message = refusal(tiny("virtex", tmp_path, "--iters", 1, "--warmup", 0, "--lr", 1e30))
+    assert "a loss or a weight is not finite: the last checkpoint is kept" in message
+    assert not files_in(tmp_path) & {"checkpoint.pth", "backbone.pth", "result.json"}
 
 
 def test_what_a_folder_refuses(tiny, tmp_path):

@@ -213,7 +213,7 @@ def test_a_backbone_that_is_not_finite(protocol, folder, tmp_path):
     torch.save(state, tmp_path / "broken.pth")
     flags = f"--protocol {protocol} --weights {tmp_path}/broken.pth"
     wrong = refusal(command(tmp_path, folder, flags))
-    assert "the outputs are not finite: the weights are broken, or try --amp off" in wrong
+    assert f"the features of {tmp_path}/broken.pth are not finite: its weights" in wrong
 
 
 def test_what_guesses_would_score():

@@ -33,7 +33,7 @@ def get_args(argv=None):
     add = parser.add_argument
     add("data", metavar="JSONL", help="captioned photos, with the splits train and val")
     add("--weights", nargs="+", help="backbones to measure with it, as eval_linear.py takes them")
-    add("--output", default="own_words.jsonl", help="the file to write")
+    add("--output", default="own_words.jsonl", help="file to write (in the current folder)")
     return parser.parse_args(argv)
 
 

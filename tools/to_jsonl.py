@@ -65,7 +65,8 @@ def get_args(argv=None):
     either("--split-name", metavar="NAME", default="", help="the split of all rows")
     add("--ending", default="", help="what to append to the paths, such as .jpg")
     add("--root", help="the folder from which paths start (default: that of each FILE)")
-    add("--output", default="photos.jsonl", help=".jsonl to write; an existing one is replaced")
+    add("--output", default="photos.jsonl", help="file to write (default: photos.jsonl in the "
+        "current folder); an existing one is replaced")
     return parser.parse_args(argv)
 
 
@@ -413,7 +414,7 @@ def write(output, photos, args, notes):
     """Write the lines; print counts of what they hold and of what is left out or doubtful."""
     if not photos:
         fail(f"no row has a photo; that of the first is {notes['rows without a photo'][:1]}: cells "
-             "of --image must be paths that start from --root, and --ending appends .jpg, say")
+             "of --image must be paths that start from --root; --ending .jpg adds an ending")
     folders = {os.path.dirname(photo["image"]).lower() for photo in photos}
     parts = [set(folder.split("/")) for folder in folders]
     mixed = SPLITS.keys() & (set.union(*parts) - set.intersection(*parts))
@@ -435,8 +436,9 @@ def write(output, photos, args, notes):
     for what, examples in notes.items():
         counts[f"{what}, the first: {short(examples[:1])}"] = len(examples)
     print("\n".join(f"{number:7d} {what}" for what, number in counts.items() if number))
-    if not counts["captions"] and not tags:
-        fail(f"no caption is left: {output} is not written")
+    letters = (letter for photo in photos for letter in "".join(photo["captions"]))
+    if not any(map(str.isalpha, letters)) and not tags:
+        fail(f"no caption has a word (see --captions): {output} is not written")
     for photo in photos:
         photo["image"] = os.path.relpath(photo["image"], output.parent)
     lines = [json.dumps(photo, ensure_ascii=False) + "\n" for photo in photos]
