@@ -828,8 +828,8 @@ GONE = {
 }
 FORMAT = 2  # of checkpoints; those of format 1 have other fingerprints
 # Where data are (fingerprints compare the contents), how fast training goes, what is measured
-RESUME_CAN_CHANGE = """given output data root workers amp accumulate log_every checkpoint_every
-save_minutes keep_every validate_every""".split()
+RESUME_CAN_CHANGE = """given output data root backtranslations workers amp accumulate log_every
+checkpoint_every save_minutes keep_every validate_every proxy_triplets""".split()
 RUN = {}  # how far a run is: for `stop`, `save_if_due` and the seconds in args.json
 
 

@@ -39,6 +39,7 @@ import itertools
 import os
 import statistics
 import sys
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -129,7 +130,8 @@ def choose_defaults(args, parser):
         defaults["lr"] = [scale * lr for lr in defaults["lr"]]
 
     defaults["train_split"], defaults["val_split"] = SPLITS.get(args.data, ("train", "val"))
-    defaults["train_images"] = 2000 if args.data == "shapes" else None
+    all_photos = args.data != "shapes" or args.shots
+    defaults["train_images"] = None if all_photos else 2000
     data = Path(args.root or "folder").resolve() if args.data == "folder" else Path(args.data)
     shots = f"-{args.shots}-shots" if args.shots else ""
     name_of_data = data.name.removesuffix(".jsonl")
@@ -152,8 +154,8 @@ def main(args):
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     archs, sizes, causes = open_weights(args)
-    if len(archs) > 1:
-        common.extra("bootstrap")  # compares them. A copy lacks it: that is said before measuring
+    if len(archs) > 1 or args.protocol != "knn":
+        common.extra("bootstrap")  # A copy lacks this and the classifiers: it says so at once
     if args.embed:
         embed(args, archs, sizes, device)
         return
@@ -169,11 +171,10 @@ def main(args):
     seeds = range(args.seed, args.seed + args.runs)
     groups = []  # Each run has other random weights. Runs of any other backbone share its features
     for source in archs:
-        of_source = [[seed] for seed in seeds] if source == "random" else [seeds]
-        groups += itertools.product([source], of_source, range(len(ways)))
-    results = {source: [] for source in archs}
+        groups += [(source, [x]) for x in seeds] if source == "random" else [(source, seeds)]
+    results = {source: defaultdict(list) for source in archs}  # of each seed
     draws = {source: [] for source in archs}  # the same photos for all, others for each way
-    for source, group, way in groups:
+    for (source, group), way in itertools.product(groups, range(len(ways))):
         train, test = ways[way]
         photos = len(test)
         backbone = load_backbone(source, archs[source], group[0]).eval().requires_grad_(False)
@@ -194,7 +195,7 @@ def main(args):
             if not common.is_main():
                 continue
             scores = measure(decisions, run)
-            results[source].append(scores)
+            results[source][run.args.seed].append(scores)
             if len(archs) > 1:
                 draws[source].append(common.extra("bootstrap").scores_of_draws(
                     by_metric(decisions, run), decisions.y, decisions.rows, photos,
@@ -203,14 +204,14 @@ def main(args):
             print_main(f"{source}, seed {run.args.seed}, {counts} of {sizes[source]} px: "
                        f"{format_scores(scores, data.names)}")
         del learned, tested  # else the next backbone's features would be in memory beside them
-    tested = len(data) + len(val) if args.both_ways else len(test_rows)
-    if tested < 300:
-        print_main(f"the scores are rough: they are of only {tested} photos")
+    num_tested = len(data) + len(val) if args.both_ways else len(test_rows)
+    if num_tested < 300:
+        print_main(f"the scores are rough: there are only {num_tested} test photos")
     if common.is_main():
         report(results, draws, sizes, causes, data.names, args)
     common.end_distributed()
     if causes:
-        fail(f"not measured: {', '.join(causes)}; the causes stand below the table")
+        fail(f"not measured: {', '.join(causes)}; see the causes below the table")
 
 
 @dataclass
@@ -243,11 +244,14 @@ def format_scores(scores, classes=()):
 def report(results, draws, sizes, causes, classes, args):
     """Print a line for each backbone, the best first, and how they differ; write result.json
 
-    results: {source: [scores of a run]}.  draws: {source: [scores_of_draws of a run]}.  sizes and
-    causes: see open_weights.  classes: their scores are not printed
+    results: {source: {seed: [scores, of both ways]}}.  draws: {source: [scores_of_draws of a run]}.
+    sizes and causes: see open_weights.  classes: their scores are not printed
     """
-    *metrics, guess = [name for name in next(iter(results.values()))[0] if name not in classes]
-    rows = [(source, over_runs(runs)) for source, runs in results.items()]
+    rows = []
+    for source, seeds in results.items():
+        means = [over_runs(ways)["mean"] for ways in seeds.values()]
+        rows.append((source, over_runs(means)))
+    *metrics, guess = [name for name in rows[0][1]["mean"] if name not in classes]
     rows.sort(key=lambda row: -max(row[1]["mean"][metric] for metric in metrics))
     verdict = []
     if len(rows) > 1:
@@ -379,6 +383,8 @@ def label_data(name, root, split):
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
     keep = np.flatnonzero(captioned.tagged)
+    if not len(keep):
+        fail(f"no photo of the split {split} has tags")
     if len(keep) < len(captioned):
         print_main(f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out, which "
                    'have no "tags"; "tags": [] says that none fits')
@@ -429,7 +435,7 @@ def draw_photos(data, val, args):
         fewer = sum(len(rows) < args.shots for rows in chosen)
         if fewer and common.is_main():
             common.report_once(f"{fewer} of {len(chosen)} classes have fewer training photos than "
-                               f"--shots {args.shots}: all of them are taken")
+                               f"--shots {args.shots}: they use all they have")
         rest = rest[np.unique(np.concatenate(chosen))]
     train = np.sort(rest[: args.train_images])
     if not len(train) or not len(test):

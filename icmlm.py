@@ -17,7 +17,7 @@ and the word is predicted from the image features at that place. Both also predi
                   torchrun --nproc_per_node=4 icmlm.py --data vg --arch vgg16_bn --head att-fc \\
                       --init runs/rotation-vg/backbone.pth
     attention     python -m downstream.masked_words photo.jpg --caption "a dog on a surfboard" \\
-                      --word surfboard --weights runs/icmlm/checkpoint.pth
+                      --word surfboard --weights runs/icmlm-coco/checkpoint.pth
 
 Where the paper is:
 
@@ -33,10 +33,10 @@ Where the paper is:
 What to expect: in tfm, the loss `mlm` starts near that of the language model alone, because the
 residual path of the new encoder layer passes on the language model's vectors. In att-fc, it starts
 near ln |V| for a vocabulary of |V| tokens. Each validation measures the accuracy of masked token
-prediction [Tab. 1] with the photo, with another photo, and by the language model alone. If the
-first two are about equal, the model ignores the photo. Then start from the backbone of tp.py
-(--init), use --head att-fc, and train its attention first (--warmup-attention 0.25). See
-docs/logs/icmlm for a run.
+prediction [Tab. 1] with the photo, with another photo (of few validation photos, that is sometimes
+the same), and by the language model alone. If the first two are about equal, the model ignores the
+photo. Then start from the backbone of tp.py (--init), use --head att-fc, and train its attention
+first (--warmup-attention 0.25). See docs/logs/icmlm for a run.
 """
 
 import math
@@ -132,8 +132,8 @@ FLAGS = {
     "lambda_tp":         (4.0,         1.0,         0.1,                 ">= 0",
         "weight of tag prediction [Eq. 8, App. B]; with 0 the backbone does not learn from tags"),
     "warmup_attention":  (0.0,         0.0,         0.0,                 ">= 0, < 1",
-        "fraction of training in which the backbone is frozen; it needs --init [App. F.1: "
-        "VGG-16]"),
+        "fraction of training in which the backbone of --init is frozen, while attention "
+        "learns [App. F.1: VGG-16]"),
     # Run
     "output":            (None,        None,        None,                str,
         "folder for results, and for resuming (runs/SCRIPT, or runs/SCRIPT-DATA)"),
@@ -160,7 +160,7 @@ VGG16 = {  # of the recipe paper, what is different with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
     "lambda_tp": 1.0,  # App. B
     "warmup_attention": 0.25,  # App. F.1: 50K of 200K iterations, only for att-fc
-    "optimizer": "RAdam",  # App. F.1, of TP: optimizer, lr, steps, decay [ours here]
+    "optimizer": "RAdam",  # App. F.1 gives these, lr, steps and decay for TP; here too [ours]
     "batch_size": 896,
     "iters": 200_000,
     "lr": 1e-4,
@@ -212,9 +212,8 @@ def main(args):
     concepts, triplets, val_triplets = load_triplets(args, (train, val), tokenizer)
     outputs = (f"{len(triplets):,} masked words to predict among {len(lm.token_embeddings):,} "
                f"tokens, {len(concepts):,} concepts")
-    iters, validate_every = common.plan_run(
-        args, device, len(train), len(val), outputs, samples=len(triplets)
-    )
+    counts = [len(np.unique(data.triplets[:, 0])) for data in (triplets, val_triplets)]  # photos
+    iters, validate_every = common.plan_run(args, device, *counts, outputs, len(triplets))
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -226,7 +225,8 @@ def main(args):
     frozen = checkpoint.get("iteration", 0) < frozen_iters
     freeze_backbone(model, frozen)
     ddp = common.data_parallel(model)
-    # While the backbone is frozen, it has no momentum, and fused SGD needs it for a whole group.
+    # The backbone has its own group: while it is frozen, it has no momentum, and fused SGD needs
+    # that for a whole group.
     groups = [
         {"params": model.backbone.parameters()},
         {"params": model.head.parameters(), "lr": args.head_lr},
@@ -286,7 +286,9 @@ def main(args):
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
                 print_main(f"validation after {iteration:,} of {iters:,} iterations:")
-                num_triplets = args.proxy_triplets if last else 5000  # [ours]
+                num_triplets = args.proxy_triplets  # None for all
+                if not last:
+                    num_triplets = min(5000, num_triplets or 5000)  # [ours]
                 result = validate(model, lm, val_triplets, args, device, num_triplets)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
@@ -343,8 +345,8 @@ def filter_captions(data, tokenize, max_words):
         print_main(f"{before - after:,} of {before:,} captions are left out: a photo has them "
                    f"twice, or they do not have 3 to {max_words} words or tokens")
     if not after:
-        fail("a split has no captions left: raise --max-words, join keywords into a caption, or "
-             "use virtex.py for Chinese and other languages without spaces")
+        fail(f"of {before:,} captions of a split, none is left: raise --max-words, join keywords "
+             "into a caption, or use virtex.py for Chinese and other languages without spaces")
     return replace(data, captions=common.lists(kept))
 
 
@@ -423,7 +425,7 @@ def make_triplets(args, splits, tokenizer):
         print_main(WHO_TAGGED[args.tagger])
     if args.lm != "scratch":
         common.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
-    longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
+    longest = min(args.max_words, tokenizer.model_max_length - 2)  # [CLS] and [SEP] are added
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])
     counts = count_concepts(splits[0].all_captions(), args.tagger)
@@ -459,10 +461,10 @@ def find_triplets(data, concepts, tokenizer):
     found = np.concatenate(list(common.on_all_cores(find, rows, "triplets")))
     triplets = found[found[:, 2] >= 0]
     if not len(triplets):
-        fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
+        fail("no caption has one of the words that icmlm.py masks: see its --pos, --num-concepts")
     if len(triplets) < len(found) / 2:
         print_main(f"only {len(triplets)} of {len(found)} words to mask are single tokens of the "
-                   "language model, and the others are left out: is it one for these captions?")
+                   "language model, and the others are left out: is it meant for such captions?")
     return triplets
 
 
@@ -478,8 +480,8 @@ def find_concepts(rows, index, tokenizer):
             positions = {}  # of the tokens, by their spans
             for t, (start, end) in enumerate(encoded["offset_mapping"]):
                 if encoded["input_ids"][t] != tokenizer.unk_token_id:
-                    word = caption[start:end].lstrip()  # the space before it may be in its token
-                    positions[end - len(word), end] = t
+                    piece = caption[start:end].lstrip()  # the space before it may be in its token
+                    positions[end - len(piece), end] = t
             for match in WORD.finditer(caption):
                 word = match[0].lower()
                 if word in index:
@@ -781,10 +783,10 @@ def validate(model, lm, triplets, args, device, num_triplets):
 
     "validation": {"mlm": Eqs. 6, 7, "tp": Eq. 2; the paper chose lambda by it [App. B]};
     "masked_words": the number of triplets, and top1, top5... with the photo; with the photo of
-    another triplet, which is what the head predicts without seeing the right one [ours]; by the
+    another triplet, which shows what the head guesses without seeing the right one [ours]; by the
     language model alone.  num_triplets: None for all
     """
-    backbone_trains = model.backbone.training  # False while it is frozen
+    frozen = not model.backbone.training
     model.eval()
     order = np.random.default_rng(args.seed).permutation(len(triplets))
     chosen = Subset(triplets, order[:num_triplets].tolist())
@@ -809,7 +811,7 @@ def validate(model, lm, triplets, args, device, num_triplets):
         for name in logits:
             ranks[name].append(target_ranks(logits[name], target))
         concepts += batch["concept"].tolist()
-    freeze_backbone(model, frozen=not backbone_trains)
+    freeze_backbone(model, frozen)
 
     loss = {"mlm": round(mlm, 4), "tp": round(tp, 4)}
     parts_of_speech = np.array(list(triplets.concepts.values()))[concepts]  # (N,)

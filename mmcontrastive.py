@@ -33,8 +33,9 @@ Where the paper is:
 
 What to expect: the losses start near 0 and rise while the queues fill, because empty slots are left
 out: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall.
-Validation measures retrieval in both directions (Tab. 7). A finished run is in docs/logs. If photos
-are few, read docs/mmcontrastive.md, because some settings only work together.
+Validation measures retrieval in both directions (Tab. 7). If photos are few, read
+docs/mmcontrastive.md, because some settings only work together. A finished run is in
+docs/logs/mmcontrastive.
 """
 
 import copy
@@ -42,6 +43,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -191,7 +193,7 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     common.apply_recipe(args, "mmcontrastive", FLAGS)
     args.head_lr = args.head_lr or args.lr
-    if bool(args.lambda_ic) != bool(args.lambda_ci):  # one alone would not train its keys' encoder
+    if bool(args.lambda_ic) != bool(args.lambda_ci):  # with one, its keys' encoder would not learn
         fail("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     return args
 
@@ -203,11 +205,11 @@ def main(args):
 
     # Data: photos, some of which may have no captions or no tags [Sec. 3.2, end].
     tags = args.lambda_tag and args.tags == "annotated"
-    splits = [args.train_split] + [args.val_split] * bool(args.lambda_ic)  # MoCo has no retrieval
+    splits = [args.train_split, args.val_split] if args.lambda_ic else [args.train_split]
     train, *val = common.caption_data(args.data, args.root, splits, tags)
     train, num_tags = usable_photos(args, train)
     translations = read_backtranslations(args, train)
-    val = retrieval_photos(val[0], args.seed) if val else train.select([])
+    val = retrieval_photos(val[0], args.seed) if val else train.select([])  # MoCo has no retrieval
     translated = common.fingerprint([], *[texts.joined for texts in translations])
     checkpoint = common.begin_run(args, train.checksum(), val.checksum(), translated)
     bn_group = batchnorm_group(args)
@@ -291,7 +293,8 @@ def main(args):
             row = log.means() | {"lr": args.lr * decay, "text_lr": args.text_lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
-                print_main(f"validation after {iteration:,} of {iters:,} iterations:")
+                if len(val):
+                    print_main(f"validation after {iteration:,} of {iters:,} iterations:")
                 result = validate(model.queries, val, tokenizer, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
@@ -299,7 +302,7 @@ def main(args):
             log.write(iteration, row)
         common.save_if_due(args, iteration, state, validated=validating)
 
-    common.end_run(args, backbone, 'search "TEXT"')
+    common.end_run(args, backbone, 'search "TEXT"' if args.lambda_ic else None)
 
 
 # ------------------------------------------------------------------ photos and captions, two views
@@ -313,9 +316,18 @@ def usable_photos(args, data):
     if args.lambda_tag:
         if args.tags != "annotated":
             data = common.extra("nouns").tagged(args, data)
-        num_tags = len(data.tag_names) if any(data.tags) else 0
-        if not num_tags:
+        sides = [tag for tag in data.tag_names if common.swap_left_right(tag) != tag]
+        if sides:
+            print_main(f"{len(sides)} tags are left out, because flips make them wrong: {sides[0]}")
+            names = [tag for tag in data.tag_names if tag not in sides]
+            data = replace(data, tag_names=names)  # [ours]
+        most = max(map(len, data.tags))
+        num_tags = len(data.tag_names) if most else 0
+        if not most:
             print_main("no photo has tags, so Eq. 5 is left out; --tags nouns needs only captions")
+        elif most <= args.tag_threshold:
+            print_main(f"no photo has more than {most} tags, so that Eq. 5 is the same as Eq. 3: "
+                       "lower --tag-threshold")
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
         fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0, photos alone "
              "are enough, as in MoCo")
@@ -366,7 +378,7 @@ def fit_queue(args, num_photos):
              f"{args.batch_size}: lower --batch-size")
     if size != args.queue:
         print_main(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, at "
-                   "most one per photo; scale --lambda-ic and --lambda-ci by 1 / K")
+                   "most one per photo; with shorter queues, raise --lambda-ic and --lambda-ci")
     return size
 
 
@@ -384,7 +396,7 @@ class TwoViews(common.Photos):
         crop = partial(common.random_crop, rng, args.crop_min)
         crops = common.read_crops(self.data, index, [crop, crop], args.image_size)
         photo_q, photo_k = map(torch.from_numpy, crops)
-        if args.moco_v1:  # all four vary by up to 0.4, on every photo [MoCo v1's code]
+        if args.moco_v1:  # all four, hue too, vary by up to 0.4 [MoCo v1's code]
             limits = 0.4 * args.colour_jitter
             jitter = rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits, (2, 4))
         else:
@@ -413,7 +425,7 @@ class TwoViews(common.Photos):
         }
 
     def two_captions(self, index, rng):
-        """-> a random caption and its second view; only that is translated [Sec. 3.1; ours]"""
+        """-> a random caption, and its second view, which alone is translated [Sec. 3.1; ours]"""
         captions = self.data.captions[index]
         if not captions:
             return ["", ""]
@@ -540,7 +552,7 @@ def load_caption_model(args, checkpoint, train, device):
     folder = f"{args.output}/caption_model"
     captions = train.all_captions()
     if common.is_main() and not checkpoint:  # once, for all processes and a run that resumes
-        if args.lm == "scratch" and (args.lm_layers or args.lm_iters):
+        if args.lm == "scratch" and (args.lm_layers or args.lm_width or args.lm_iters):
             common.extra("small_bert").make_caption_model(folder, args, captions, device)
         else:  # "Ours (scratch)" of Tab. 1 has BERT's configuration and tokenizer
             source = "bert-base-uncased" if args.lm == "scratch" else args.lm
@@ -674,7 +686,8 @@ def batchnorm_group(args):
     size = args.batch_size // groups
     if groups % micro_batches or args.batch_size % groups or size < 2:
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
-             f"2 or more in {micro_batches} parts (processes, accumulate): lower --bn-splits")
+             f"2 or more in {micro_batches} parts: lower --bn-splits, --accumulate or the number "
+             "of processes")
     return size
 
 

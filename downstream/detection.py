@@ -83,7 +83,8 @@ def get_args(argv=None):
     add("--model", choices=("fpn", "c4"), help="c4 has no feature pyramid [Sec. 4.3]")
     add("--frozen-bn", action="store_true", help="keep batch norm as it is [Sec. 4.3, LVIS]")
     add("--schedule", choices=["9x"],
-        help="longer training, from random weights, with batch norm in the heads [Tab. 1]")
+        help="longer training, with batch norm in the heads of fpn; give --weights random, "
+        "too [Tab. 1]")
     add("--batch-size", type=number("int > 0"), help="photos per iteration over all processes")
     add("--iters", type=number("int > 0"), help="training iterations")
     add("--lr", type=number("> 0"), help="peak learning rate; lower it if the loss is not finite")
@@ -143,6 +144,8 @@ def fine_tune(train, val, args, device):
     groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]  # Detectron2's default
     optimizer = common.build_optimizer(args, groups)
 
+    photos = boxes.BoxPhotos(train, boxes.training_rows(train, args.seed))
+
     def losses_of(ddp, batch):
         with common.autocast(device, args.amp):
             losses = ddp(batch)  # {name: scalar}
@@ -153,7 +156,6 @@ def fine_tune(train, val, args, device):
             precise_bn(model, photos, args, device)
         return {}
 
-    photos = boxes.BoxPhotos(train, boxes.training_rows(train, args.seed))
     finetune.run(
         model, optimizer, photos, boxes.collate, losses_of, after_step, args, device, checkpoint,
         args.iters, args.warmup, args.steps,

@@ -68,8 +68,10 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
     tasks.fill_defaults(parser, args, "finetune", colour_jitter=0.0, **SGD, **defaults)
+    if args.fraction < 1 and args.shots:
+        parser.error("give --fraction or --shots, not both")
     if args.steps and not min(1, args.epochs / 2) <= max(args.steps) < args.epochs:
-        parser.error(f"--steps are epochs, from 1 on, and training ends after {args.epochs:g}")
+        parser.error(f"--steps are epochs: at least 1, and the last below {args.epochs:g}")
     return args
 
 

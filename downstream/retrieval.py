@@ -160,7 +160,7 @@ def crop_features(backbone, data, args, device):
     features_of = partial(eval_linear.pooled, backbone, amp=args.amp)
     crops = RandomCrops(data, args)
     features, readable = eval_linear.run_over_photos(features_of, crops, args, device)
-    readable = readable[: len(readable) // args.crops]
+    readable = readable[: len(readable) // args.crops]  # of the first round; all are alike
     return data.select(readable), features.view(args.crops, len(readable), -1)
 
 

@@ -19,6 +19,8 @@ from downstream import tasks
 from downstream.pictures import draw_nearest, photo_files
 from extras import folders
 
+MOST_DRAWN = 50  # texts; a picture of 400 rows is higher than matplotlib can draw
+
 
 def get_args(argv=None):
     parser = common.Parser(__doc__)
@@ -97,7 +99,7 @@ class Model:
         similarity = vectors @ photos.T
         scores, order = similarity.topk(min(10, len(photos)))  # (T, 10)
         nearest = [[readable[n] for n in row] for row in order.tolist()]
-        draw_nearest(path, texts, data, nearest, scores.tolist())
+        draw_nearest(path, texts[:MOST_DRAWN], data, nearest, scores.tolist())
         return similarity, readable, nearest
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 DRAWS = 1000
 PART = 50  # draws at a time: for 50,000 photos, their counts take 10 MB
-WHAT_INTERVALS_SAY = ("In brackets: 95% over other test photos of this kind. Another training "
+WHAT_INTERVALS_SAY = ("In brackets: 95% intervals over test photos of this kind. Another training "
     "moves a score, too: on photos by about a point.")
 
 

@@ -70,7 +70,7 @@ def labelled(root, split):
     if empty:
         fail(f"{path} has no photos in {', '.join(empty[:5])}. {expected}")
 
-    # In Places and SUN397, a/airfield is a class, and the letters are none.
+    # In Places and SUN397, a/airfield is a class, and the letters are not.
     inner = {(place[0], place[1]) for place in places if len(place) > 2}
     per_class = len({folder for _, folder in inner})
     if all(len(place) != 2 for place in places) and len(inner) < len(names) * per_class:

@@ -60,8 +60,7 @@ def find_nouns(captions, tagger, path):
         as_noun[word] += (tag or "").startswith(("NN", "nouns"))  # TextBlob's tag, or spaCy's
     nouns = [word for word in counts if len(word) > 1 and as_noun[word] > counts[word] / 2]
     nouns.sort(key=lambda word: (-counts[word], word))
-    sides = "left", "right"  # wrong in a flipped photo [ours]
-    common.save(path, [noun for noun in nouns[:NUM_NOUNS] if noun not in sides])
+    common.save(path, nouns[:NUM_NOUNS])
 
 
 def tag_by_spacy(rows):

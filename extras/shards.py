@@ -36,9 +36,9 @@ def caption_data(folder, split):
     if not path.exists():
         found = ", ".join(sorted(file.stem for file in path.parent.glob("*.index")))
         if not found:
-            fail(f"--data {folder} is not a folder of indexed shards. Photos in {split}/CLASS/: "
-                 f"--data folder --root {folder}. Photos KEY.jpg with captions in KEY.txt: python "
-                 f"tools/to_jsonl.py {folder}. Tar files of such photos: python "
+            fail(f"--data {folder} is not a folder of indexed shards. Photos in {split}/CLASS/ are "
+                 f"for eval_linear.py --data folder --root {folder}. Photos KEY.jpg with captions "
+                 f"in KEY.txt: python tools/to_jsonl.py {folder}. Tar files of such photos: python "
                  f"tools/make_shards.py --index-only '{folder}/*.tar'")
         fail(f"there is no {path} of tools/make_shards.py. The folder's splits: {found}; "
              "see --train-split and --val-split")

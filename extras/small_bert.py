@@ -32,6 +32,8 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_w
     max_words: how many tokens it must be able to read, beside [CLS] and [SEP]. Longer captions
     still teach it words.
     """
+    if not captions:
+        fail("no photo has a caption")
     if max_words and min(len(caption.split()) for caption in captions) > max_words:
         fail(f"all captions have more than {max_words} words: raise --max-words")
     print_main(f"first, a small BERT is trained on the captions: {iters} iterations (--lm-iters); "

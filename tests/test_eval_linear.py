@@ -532,7 +532,7 @@ def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path):
     output = run_here(command(tmp_path, tmp_path))
     assert f"cannot decode {blue}/3.png (it is not an image that PIL can read" in output
     assert f"cannot decode {blue}/link.png ([Errno 2] No such file" in output
-    assert "the scores are rough: they are of only 32 photos" in output
+    assert "the scores are rough: there are only 32 test photos" in output
     alone = result(tmp_path)["backbones"]
     first, second = in_two_processes(until_its_end, command(tmp_path, tmp_path))
     assert result(tmp_path)["backbones"] == alone and "all scores" in first
@@ -916,12 +916,12 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--protocol layers --weights {A}", "A.pth is a resnet18, not --arch vgg16_bn"),
         ("--protocol layers --lr 1 2", "--protocol layers takes 3 values of --lr"),
         ("--weights none.pth", "there is no file none.pth"),
-        ("--weights {A} none.pth", "not measured: none.pth; the causes stand below the table"),
+        ("--weights {A} none.pth", "not measured: none.pth; see the causes below the table"),
         ("--protocol knn --both-ways --hold-out 0.2", "--both-ways is for svm-virtex, svm-icmlm"),
         ("--protocol sgd-mct --both-ways", "--both-ways is for svm-virtex, svm-icmlm and knn"),
         ("--hold-out 0.999", "0 training and 32 test photos"),
         ("--data imagenet", "no data set imagenet: --data is shapes, coco, vg, a .jsonl file or"),
-        ("--data {root}", "Photos in train/CLASS/: --data folder --root {root}"),
+        ("--data {root}", "in train/CLASS/ are for eval_linear.py --data folder --root {root}"),
     ],
 )
 def test_mistakes(flags, words, files, folder, tmp_path):

@@ -95,8 +95,8 @@ def test_it_resumes_by_content(few_scenes, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--epochs 90 --steps 30 95", "--steps are epochs, from 1 on, and training ends after 90"),
-        ("--epochs 90 --steps 0.6", "--steps are epochs, from 1 on, and training ends after 90"),
+        ("--epochs 90 --steps 30 95", "--steps are epochs: at least 1, and the last below 90"),
+        ("--epochs 90 --steps 0.6", "--steps are epochs: at least 1, and the last below 90"),
         ("--steps 0", "--steps must be above 0, not 0"),
         ("--fraction 50", "--fraction must be above 0 and at most 1, not 50"),
     ],

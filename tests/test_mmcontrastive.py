@@ -429,7 +429,8 @@ def test_moco_reads_no_captions(tiny, tmp_path):
     """No caption encoder is built or written, no language model looked for; one loss is left."""
     flags = "--lambda-cc 0 --lambda-ic 0 --lambda-ci 0 --lambda-tag 0 --iters 3".split()
     flags += ["--lm", "no/such/folder", "--caption-views", "backtranslation"]
-    run_here(tiny("mmcontrastive", tmp_path, *flags))
+    printed = run_here(tiny("mmcontrastive", tmp_path, *flags))
+    assert "downstream.search" not in printed and "validation after" not in printed
     state = checkpoint_in(tmp_path)["model"]
     queues = {name.split(".")[1] for name in state if name.startswith("queues.")}
     assert "caption_model" not in files_in(tmp_path) and queues == {"image_intra"}
@@ -439,6 +440,22 @@ def test_moco_reads_no_captions(tiny, tmp_path):
     for row in metrics(tmp_path):
         assert row["loss"] == row["ii"] and not row.keys() & {"tag", "cc", "ic", "ci"}
     assert result(tmp_path) == {"validation": {}}
+
+
+def test_tags_that_a_loss_can_use(capsys):
+    """Flips make turn_left wrong; with two tags a photo, none has more than two in common."""
+    args = SimpleNamespace(lambda_tag=1.0, tags="annotated", tag_threshold=2, lambda_ii=1.0,
+                           lambda_cc=0.0, lambda_ic=0.0)
+    names = ["turn_left", "cat", "dog"]
+    data = captioned([], [], tags=[["turn_left", "cat"], ["dog", "cat"]], tag_names=names)
+    found, num_tags = mmcontrastive.usable_photos(args, data)
+    assert (found.tag_names, num_tags, len(found)) == (["cat", "dog"], 2, 2)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "1 tags are left out, because flips make them wrong: turn_left"
+    assert second.startswith("no photo has more than 2 tags, so that Eq. 5 is the same as Eq. 3")
+    args.tag_threshold = 1
+    mmcontrastive.usable_photos(args, data.select([1]))
+    assert "Eq. 5 is" not in capsys.readouterr().out
 
 
 def marian_models(tiny_lm, folder):

@@ -454,7 +454,7 @@ def test_nouns_of_spacy(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "spacy", spacy)
     captions = ["A big dog runs left.", "Rex runs, a dog runs", "park, park, park", "park dog park"]
     nouns.find_nouns(captions, "nouns-spacy", f"{tmp_path}/nouns.json")
-    assert json.loads((tmp_path / "nouns.json").read_text()) == ["park", "dog", "rex"]
+    assert json.loads((tmp_path / "nouns.json").read_text()) == ["park", "dog", "left", "rex"]
 
 
 def test_a_folder_without_an_index(tmp_path):

@@ -2,7 +2,6 @@
 
     python tools/plot.py runs/virtex                                  # all terms of one run
     python tools/plot.py runs/tp runs/tp-wide --output tp.png         # the terms that both have
-    python tools/plot.py runs/* --tensorboard           # then: tensorboard --logdir runs
     python tools/plot.py runs/eval_linear/flowers-svm-virtex/result.json    # bars in scores.png
     python tools/plot.py docs/scores.csv --output docs/growth.png     # the picture of results.md
 
@@ -47,16 +46,12 @@ def get_args(argv=None):
     add("--terms", nargs="+", metavar="TERM", help="draw only these, such as loss images_per_s")
     add("--output", help="picture to write, a .png, .pdf or .svg (default: curves.png in the "
         "last RUN; scores.png beside result.json)")
-    add("--tensorboard", action="store_true",
-        help="write event files for TensorBoard into the runs, and draw no picture")
     return parser.parse_args(argv)
 
 
 def main(args):
     os.environ.pop("MPLBACKEND", None)  # a Jupyter kernel's, which may not be installed here
     path = Path(args.runs[-1])
-    if args.tensorboard:
-        return write_events(args.runs)
     if path.suffix == ".csv":
         default, draw = "growth.png", draw_growth
     elif path.suffix == ".json":
@@ -86,28 +81,15 @@ def read_run(path):
     return curves
 
 
-def write_events(paths):
-    """Write TensorBoard's event files; they replace those of an earlier call."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    for path in paths:
-        for old in Path(path).glob("events.out.tfevents.*"):
-            old.unlink()
-        with SummaryWriter(path) as writer:
-            for term, curve in read_run(path).items():
-                for step, value in zip(*curve):
-                    writer.add_scalar(term, value, step)
-    print(f"tensorboard --logdir {Path(paths[0]).parent}")
-
-
 def draw_curves(args):
     from matplotlib.figure import Figure  # only here: it takes a second, which --help saves
 
     runs = {path: read_run(path) for path in args.runs}
     first, *others = map(drawn_terms, runs.values())
     terms = args.terms or [term for term in first if all(term in other for other in others)]
-    if not terms:
-        fail("the runs have no term in common: see --terms")
+    known = {term for curves in runs.values() for term in curves} - {"iteration"}
+    if not known & set(terms):
+        fail(f"there is nothing to draw: --terms may be {', '.join(sorted(known))}")
     columns = 2 if len(terms) == 4 else min(3, len(terms))
     rows = -(-len(terms) // columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
@@ -159,7 +141,7 @@ def draw_scores(args):
         fail(f"{args.runs[-1]} is no result.json of eval_linear.py: it has no scores of backbones")
     rows = result["backbones"]
     means = next(iter(rows.values()))["mean"]
-    metric, chance = next(iter(means)), list(means)[-1]
+    metric, chance = next(iter(means)), "chance" if "chance" in means else "commonest class"
     figure = Figure(figsize=(8, 1.4 + 0.55 * len(rows)), layout="constrained")
     panel = figure.add_subplot()
     labels = []
