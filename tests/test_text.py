@@ -104,7 +104,7 @@ def test_words_need_spaces(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--data", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/run"]
     for script, more in (icmlm, []), (tp, []), (tp, ["--labels", "lda"]):
-        message = "no space between words" if script is icmlm else "no captions left: .* virtex"
+        message = "no space between words" if script is icmlm else "none is left: .* virtex"
         with pytest.raises(SystemExit, match=message):
             script.main(script.get_args([*flags, *more]))
     assert not (tmp_path / "run/language_model").exists()
