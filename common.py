@@ -163,7 +163,14 @@ def read_json(path):
     if not os.path.isfile(path):
         fail(f"there is no {path}: see --root, --train-split and --val-split, or download it "
              "(docs/running.md)")
-    return json.loads(Path(path).read_bytes())
+    return parse_json(Path(path).read_bytes(), path)
+
+
+def parse_json(text, path):
+    try:
+        return json.loads(text)
+    except ValueError as error:  # a damaged file
+        fail(f"{path} is not valid JSON: {error}")
 
 
 def one_line(text):
@@ -1182,10 +1189,10 @@ class Log:
         self.path = Path(args.output, "metrics.jsonl")
         if is_main() and self.path.exists():
             # A run that goes on keeps the lines up to its checkpoint. A kill may leave half a line.
-            lines = [x for x in self.path.read_text().splitlines(True) if x.endswith("}\n")]
-            kept = [line for line in lines if json.loads(line)["iteration"] <= done]
+            lines = [x for x in self.path.read_bytes().splitlines(True) if x.endswith(b"}\n")]
+            kept = [line for line in lines if parse_json(line, self.path)["iteration"] <= done]
             with writing(self.path) as file:
-                file.write("".join(kept).encode())
+                file.write(b"".join(kept))
         self.begin()
 
     def begin(self):

@@ -193,7 +193,7 @@ def test_what_coco_files_leave_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"images": []', "are not in the layout of COCO: JSONDecodeError"),
+        ('{"images": []', "captions_train.json is not valid JSON: Expecting"),
         ('{"images": [], "annotations": []}', "no photo belongs to the split train: see"),
         ('{"images": []}', "are not in the layout of COCO: KeyError('annotations')"),
         ('["a.jpg"]', "are not in the layout of COCO: TypeError"),
