@@ -249,8 +249,9 @@ def report(results, draws, sizes, causes, classes, args):
     """
     rows = []
     for source, seeds in results.items():
-        means = [over_runs(ways)["mean"] for ways in seeds.values()]
-        rows.append((source, over_runs(means)))
+        means = [over_runs(ways)["mean"] for ways in seeds.values()]  # the deviation is over these
+        runs = [scores for ways in seeds.values() for scores in ways]
+        rows.append((source, over_runs(means) | {"runs": runs}))
     *metrics, guess = [name for name in rows[0][1]["mean"] if name not in classes]
     rows.sort(key=lambda row: -max(row[1]["mean"][metric] for metric in metrics))
     verdict = []

@@ -320,7 +320,8 @@ def usable_photos(args, data):
         if sides:
             print_main(f"{len(sides)} tags are left out, because flips make them wrong: {sides[0]}")
             names = [tag for tag in data.tag_names if tag not in sides]
-            data = replace(data, tag_names=names)  # [ours]
+            tags = common.lists([tag for tag in row if tag not in sides] for row in data.tags)
+            data = replace(data, tags=tags, tag_names=names)  # [ours]
         most = max(map(len, data.tags))
         num_tags = len(data.tag_names) if most else 0
         if not most:

@@ -45,8 +45,7 @@ def main(args):
     model.check_texts(texts)
     path = Path(args.output, "classify.png")
     similarity, readable, _ = model.find(texts, data, path)
-    drawn = min(len(texts), search.MOST_DRAWN)
-    print_main(f"the photos nearest to each of {drawn} classes are in {path}")
+    print_main(f"the photos nearest to each class are in {path}")
 
     labels = torch.from_numpy(data.labels[readable])
     scores = eval_linear.score(similarity.T, labels, data.names)

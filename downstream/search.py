@@ -100,6 +100,8 @@ class Model:
         scores, order = similarity.topk(min(10, len(photos)))  # (T, 10)
         nearest = [[readable[n] for n in row] for row in order.tolist()]
         draw_nearest(path, texts[:MOST_DRAWN], data, nearest, scores.tolist())
+        if len(texts) > MOST_DRAWN:
+            print_main(f"{path} shows {MOST_DRAWN} of {len(texts)} texts")
         return similarity, readable, nearest
 
 

@@ -240,7 +240,11 @@ def test_both_ways_is_the_mean_of_two_calls(files, folder, tmp_path):
         splits = ["--train-split", train, "--val-split", val]
         run_here([*command(tmp_path / "one", folder, files[0]), *flags, *splits])
         scores.append(first(result(tmp_path / "one")["backbones"][files[0]]["mean"]))
+    assert [first(run) for run in found["runs"]] == scores
     assert found["mean"]["top-1"] == pytest.approx(np.mean(scores))
+    run_here([*both, "--runs", 2])  # of the same features
+    found = result(tmp_path / "both")["backbones"][files[0]]
+    assert [first(run) for run in found["runs"]] == 2 * scores and first(found["std"]) == 0
 
 
 def test_weights_that_a_run_began_from(files, folder, tmp_path):

@@ -512,7 +512,8 @@ def test_odd_pictures(tmp_path):
     Image.fromarray(np.full((8, 8), 777, np.uint16)).save(tmp_path / "a.png")
     assert (read(tmp_path / "a.png") == 0).all()
     Image.fromarray(np.ones((2, 2), np.float32)).save(tmp_path / "a.tif")
-    with pytest.raises(common.Unreadable, match="a.tif .its pixels are floats: convert it"):
+    message = "a.tif .its pixels are floats: convert it to 8 bits"
+    with pytest.raises(common.Unreadable, match=message):
         read(tmp_path / "a.tif")
 
 

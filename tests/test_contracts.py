@@ -219,7 +219,8 @@ def test_what_a_folder_refuses(tiny, tmp_path):
     without = [*command[:place], *command[place + 2 :]]
     assert f"{tmp_path} holds a run with lr 0.05, not " in refusal(without)
     torch.save({"model": {}, "args": argparse.Namespace(lr=0.1)}, path)
-    assert f"{path} was not written by a script of ours: choose another" in refusal(command)
+    foreign = f"{path} was not written by a script of ours: choose another --output"
+    assert foreign in refusal(command)
     torch.save(checkpoint, path)
     path.write_bytes(path.read_bytes()[:900])
     assert f"{path} is cut off, or holds more than" in refusal(command)
@@ -396,7 +397,6 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
     flags = "--data photos.jsonl --iters 2 --image-size 32 --workers 0 --batch-size 16".split()
     flags += ["--lm", tiny_lm] if script in ("icmlm", "mmcontrastive") else []
     flags += ["--lambda-words", 2] if script == "virtex" else []
-    flags += ["--labels", "cluster", "--lm", tiny_lm] if script == "tp" else []
     command = f"{script}.py", *flags, "--init", "weights.pth"
     if script == "virtex":
         printed = finished(run_script(*command, cwd=tmp_path)).stdout
@@ -413,6 +413,10 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
     _, usual, *_ = __import__(script).FLAGS["lr"]
     assert of_backbone == args["lr"] == pytest.approx(0.1 * usual * 16 / 64)
     assert {*others} == {*map(args.get, RATES_OF_NEW_LAYERS[script])}
+    if script == "tp":  # with a language model, too
+        more = "--labels", "cluster", "--lm", tiny_lm, "--output", "clusters"
+        code, printed = run_copy(tmp_path, *command, *more)
+        assert code == 0, printed
     unchecked = f"it is not checked whether --lm {tiny_lm} knows the words of the captions"
     assert printed.count(unchecked) == (script != "virtex")
     code, printed = run_copy(tmp_path, f"{script}.py", "--data", "shapes")

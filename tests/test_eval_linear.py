@@ -213,7 +213,15 @@ def test_a_backbone_that_is_not_finite(protocol, folder, tmp_path):
     torch.save(state, tmp_path / "broken.pth")
     flags = f"--protocol {protocol} --weights {tmp_path}/broken.pth"
     wrong = refusal(command(tmp_path, folder, flags))
-    assert f"the features of {tmp_path}/broken.pth are not finite: its weights" in wrong
+    assert f"the features of {tmp_path}/broken.pth are not finite: its weights are broken" in wrong
+
+
+def test_outputs_that_are_not_finite(folder):
+    """As when fp16 overflows on some of the photos"""
+    data = eval_linear.label_data("folder", str(folder), "val")
+    photos, args = eval_linear.CentralSquares(data, 32), SimpleNamespace(workers=0)
+    with pytest.raises(SystemExit, match="the outputs are not finite: the weights are broken, or"):
+        eval_linear.run_over_photos(lambda x: torch.full((len(x), 2), math.inf), photos, args, CPU)
 
 
 def test_what_guesses_would_score():
@@ -921,7 +929,10 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--protocol sgd-mct --both-ways", "--both-ways is for svm-virtex, svm-icmlm and knn"),
         ("--hold-out 0.999", "0 training and 32 test photos"),
         ("--data imagenet", "no data set imagenet: --data is shapes, coco, vg, a .jsonl file or"),
-        ("--data {root}", "in train/CLASS/ are for eval_linear.py --data folder --root {root}"),
+        (
+            "--data {root}",
+            "Photos in train/CLASS/ are for eval_linear.py --data folder --root {root}",
+        ),
     ],
 )
 def test_mistakes(flags, words, files, folder, tmp_path):
